@@ -1,0 +1,61 @@
+"""Every error this package raises. An expected "no" is not among them: that is a `Refusal`, a value."""
+
+from __future__ import annotations
+
+
+class FenceError(Exception):
+    """Anything that apscheduler-fence raises."""
+
+
+class ConfigError(FenceError, ValueError):
+    """A setting is wrong; the message names the option and what is allowed."""
+
+
+class StoreError(FenceError):
+    """The store could not be reached, or answered with an error.
+
+    It says nothing about whether a change that was being sent has been applied. The driver's own error is the
+    `__cause__`.
+    """
+
+
+class LeaseLost(FenceError):  # noqa: N818 - the name says what happened, as `TimeoutError`'s peers do
+    """The lease of this run can no longer be trusted; another node may be working already.
+
+    Attributes:
+        execution_id: the execution whose lease was lost.
+        token: the fencing token the run was given.
+    """
+
+    def __init__(self, execution_id: str, token: int) -> None:
+        super().__init__(execution_id, token)
+        self.execution_id = execution_id
+        self.token = token
+
+    def __str__(self) -> str:
+        return (
+            f"the lease of {self.execution_id} (token {self.token}) can no longer be trusted: "
+            "stop, and let the guard at the resource refuse what is still on its way"
+        )
+
+
+class StaleToken(FenceError):  # noqa: N818 - as above
+    """A resource has already accepted a newer token than the caller's.
+
+    Attributes:
+        resource: the guarded resource.
+        token: the caller's token.
+        highest: the newest token that the resource has accepted.
+    """
+
+    def __init__(self, resource: str, token: int, highest: int) -> None:
+        super().__init__(resource, token, highest)
+        self.resource = resource
+        self.token = token
+        self.highest = highest
+
+    def __str__(self) -> str:
+        return (
+            f"token {self.token} is stale at {self.resource!r}, which has accepted {self.highest}: "
+            "another holder has taken over, and nothing of this transaction may be kept"
+        )
