@@ -1,0 +1,1 @@
+"""Compare-and-swap registers with a clock: memory, SQL databases, Redis."""
