@@ -1,0 +1,332 @@
+"""What a user decides per job, how durations are written, and how long a lease may be trusted."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from datetime import datetime, timedelta
+from functools import partial
+from typing import Any, TypeAlias, TypeVar, overload
+
+from apscheduler_fence.errors import ConfigError
+from apscheduler_fence.slots import validate_name
+
+Duration: TypeAlias = timedelta | float | str
+"""A `timedelta`, seconds, `"30s"`, `"1h30m"`, `"500ms"`, or ISO 8601 (`"PT9M"`)."""
+
+SlotRule: TypeAlias = Callable[[datetime], datetime] | timedelta
+F = TypeVar("F", bound=Callable[..., Any])
+
+LONGEST = timedelta(days=366)
+SHORTEST_LEASE = timedelta(milliseconds=100)
+
+# --- durations --------------------------------------------------------------------------------------------------------
+
+_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
+_SHORT = re.compile(r"(?:\d+(?:\.\d+)?(?:ms|[smhdw]))+")
+_SHORT_PART = re.compile(r"(\d+(?:\.\d+)?)(ms|[smhdw])")
+_ISO = re.compile(
+    r"P(?:(\d+(?:\.\d+)?)W)?(?:(\d+(?:\.\d+)?)D)?"
+    r"(?:T(?:(\d+(?:\.\d+)?)H)?(?:(\d+(?:\.\d+)?)M)?(?:(\d+(?:\.\d+)?)S)?)?"
+)
+
+
+def parse_duration(value: object, option: str) -> timedelta:
+    """Read a duration as people write it.
+
+    Raises:
+        ConfigError: it is none of the forms of `Duration`, or not a number of seconds a computer can count.
+    """
+    try:
+        if isinstance(value, timedelta):
+            return value
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return timedelta(seconds=value)
+        if isinstance(value, str):
+            return timedelta(seconds=_seconds(value.strip()))
+    except (ValueError, OverflowError):
+        pass
+    raise ConfigError(
+        f"{option}={value!r} is not a duration: give a timedelta, seconds, or text such as '30s', '1h30m' or 'PT9M'"
+    )
+
+
+def _seconds(text: str) -> float:
+    lower = text.lower().replace(" ", "")
+    if _SHORT.fullmatch(lower):
+        return sum(float(number) * _UNITS[unit] for number, unit in _SHORT_PART.findall(lower))
+    iso = _ISO.fullmatch(text.upper())
+    if iso is not None and any(iso.groups()):
+        return sum(
+            float(part or 0) * seconds for part, seconds in zip(iso.groups(), (604800, 86400, 3600, 60, 1), strict=True)
+        )
+    return float(text)
+
+
+def parse_flag(value: object, option: str) -> bool:
+    """Read true or false, also as text from an ini file.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    words = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+    flag = words.get(str(value).strip().lower())
+    if flag is None:
+        raise ConfigError(f"{option}={value!r} is neither true nor false")
+    return flag
+
+
+def _duration(option: str, least: timedelta, most: timedelta = LONGEST) -> Callable[[object], timedelta]:
+    def parse(value: object) -> timedelta:
+        duration = parse_duration(value, option)
+        if not least <= duration <= most:
+            raise ConfigError(f"{option}={value!r} is out of range: {least} to {most} are allowed")
+        return duration
+
+    return parse
+
+
+def _optional(parse: Callable[[object], Any]) -> Callable[[object], Any]:
+    def maybe(value: object) -> Any:
+        if value is None or (isinstance(value, str) and value.strip().lower() in ("", "none")):
+            return None
+        return parse(value)
+
+    return maybe
+
+
+def _slot_rule(value: object) -> SlotRule:
+    if callable(value):
+        return value
+    return _duration("slot", timedelta(milliseconds=1))(value)
+
+
+# --- the policy -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How one job is coordinated. The options of `@fenced`, of `policies={...}` and of the executor itself.
+
+    Attributes:
+        name: the job's name in the cluster, in place of job-store alias and job ID (at most 191 characters).
+        lock_at_most: how long the lease outlives a holder that has died (0.1 s to 366 days). While the holder lives it
+            is renewed, so a long job needs no long lease.
+        lock_at_least: how long after a run's start no other slot may start, whatever the outcome (0 to 366 days).
+        renew: False makes `lock_at_most` a hard limit, as in ShedLock: the lease runs out under a longer job.
+        max_runtime: stop renewing a run that has gone on for so long, so that a hung job does not block the rest.
+        once_per_slot: False keeps only the lease: a late node may then run the slot again.
+        slot: which slot a scheduled time belongs to, where the trigger's own answer is not the right one: a function
+            from the scheduled time to an aware datetime, or a fixed period.
+        lease: a lease name that several jobs share, so that at most one of them runs at a time.
+    """
+
+    name: str | None = None
+    lock_at_most: timedelta = timedelta(seconds=30)
+    lock_at_least: timedelta = timedelta(0)
+    renew: bool = True
+    max_runtime: timedelta | None = None
+    once_per_slot: bool = True
+    slot: SlotRule | None = None
+    lease: str | None = None
+
+
+_PARSERS: dict[str, Callable[[object], Any]] = {
+    "name": _optional(lambda value: validate_name(value, "name")),
+    "lock_at_most": _duration("lock_at_most", SHORTEST_LEASE),
+    "lock_at_least": _duration("lock_at_least", timedelta(0)),
+    "renew": lambda value: parse_flag(value, "renew"),
+    "max_runtime": _optional(_duration("max_runtime", SHORTEST_LEASE)),
+    "once_per_slot": lambda value: parse_flag(value, "once_per_slot"),
+    "slot": _optional(_slot_rule),
+    "lease": _optional(lambda value: validate_name(value, "lease")),
+}
+
+OPTIONS = tuple(field.name for field in fields(Policy))
+
+
+def parse_options(options: Mapping[str, object], where: str) -> dict[str, Any]:
+    """Check each option and bring it into its one inner form; `where` names the place for the message.
+
+    Raises:
+        ConfigError: an option is unknown or its value is not allowed.
+    """
+    unknown = sorted(set(options) - set(OPTIONS))
+    if unknown:
+        raise ConfigError(f"{where}: unknown option {', '.join(unknown)}; there are {', '.join(OPTIONS)}")
+    try:
+        return {name: _PARSERS[name](value) for name, value in options.items()}
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def resolve(*layers: Mapping[str, Any]) -> Policy:
+    """The policy that results when later layers of parsed options override earlier ones."""
+    merged: dict[str, Any] = {}
+    for layer in layers:
+        merged.update(layer)
+    return Policy(**merged)
+
+
+# --- labels -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """What a decorator leaves on a function. `options` None: this function is not to be fenced.
+
+    `signature` is the function's own, from before the parameters it is handed were hidden from `add_job`.
+    """
+
+    options: Mapping[str, Any] | None
+    signature: inspect.Signature | None = None
+
+
+LABEL = "__fence__"
+HANDED_BY_NAME = ("fence", "fencing_token", "execution_id")
+
+
+@overload
+def fenced(function: F, /) -> F: ...
+@overload
+def fenced(
+    *,
+    name: str | None = ...,
+    lock_at_most: Duration = ...,
+    lock_at_least: Duration = ...,
+    renew: bool = ...,
+    max_runtime: Duration | None = ...,
+    once_per_slot: bool = ...,
+    slot: Callable[[datetime], datetime] | Duration | None = ...,
+    lease: str | None = ...,
+) -> Callable[[F], F]: ...
+def fenced(function: Callable[..., Any] | None = None, /, **options: Any) -> Any:
+    """Say how a job is coordinated. The options are those of `Policy`; those not given are left to the executor.
+
+    The very same function comes back: it can be called, pickled and referred to as before. Its parameters that the
+    executor fills in (annotated `Fence`, or named `fence`, `fencing_token` or `execution_id`) need not be given to
+    `add_job`, wherever in the signature they stand.
+
+    Raises:
+        ConfigError: an option is unknown or its value is not allowed.
+    """
+    if function is not None and not callable(function):
+        raise ConfigError(f"@fenced takes options by name, not {function!r}")
+    parsed = parse_options(options, "@fenced")
+
+    def label(function: F) -> F:
+        signature = inspect.signature(function)
+        _mark(function, Label(parsed, signature))
+        function.__signature__ = _advertised(signature)  # type: ignore[attr-defined]
+        return function
+
+    return label if function is None else label(function)
+
+
+def unfenced(function: F) -> F:
+    """Let every node run this job for itself: housekeeping that belongs to one process."""
+    _mark(function, Label(None))
+    return function
+
+
+def _mark(function: Callable[..., Any], label: Label) -> None:
+    try:
+        setattr(function, LABEL, label)
+    except AttributeError:
+        raise ConfigError(
+            f"{function!r} cannot carry options: decorate the function itself, or use the executor's policies={{...}}"
+        ) from None
+
+
+def _advertised(signature: inspect.Signature) -> inspect.Signature:
+    """The signature as `add_job` should check it: what the executor fills in is optional and out of the way."""
+    given, handed = [], []
+    for parameter in signature.parameters.values():
+        if is_handed(parameter):
+            handed.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, default=None))
+        else:
+            given.append(parameter)
+    var_keyword = [given.pop()] if given and given[-1].kind is inspect.Parameter.VAR_KEYWORD else []
+    return signature.replace(parameters=[*given, *handed, *var_keyword])
+
+
+def is_handed(parameter: inspect.Parameter) -> bool:
+    """Whether the executor fills this parameter in: by its name, or by its annotation."""
+    if parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
+        return False
+    return parameter.name in HANDED_BY_NAME or annotates_fence(parameter.annotation)
+
+
+def annotates_fence(annotation: object) -> bool:
+    """Whether an annotation says `Fence`: the class, text that names it, or either of them `| None`."""
+    text = annotation if isinstance(annotation, str) else _written(annotation)
+    words = re.findall(r"[\w.]+", text)
+    return any(word.rpartition(".")[2] == "Fence" for word in words) and all(
+        word.rpartition(".")[2] in ("Fence", "None", "NoneType", "Optional", "Union") for word in words
+    )
+
+
+def _written(annotation: object) -> str:
+    if isinstance(annotation, type):
+        ours = annotation.__module__.partition(".")[0] == __name__.partition(".")[0]
+        return annotation.__qualname__ if ours else "other"
+    return str(annotation)
+
+
+def label_of(function: Callable[..., Any]) -> Label | None:
+    """The label a job's function carries, seen through partials, bound methods and callable objects."""
+    while isinstance(function, partial):
+        function = function.func
+    label = getattr(function, LABEL, None)
+    if label is None and not inspect.isroutine(function) and not inspect.isclass(function):
+        label = getattr(type(function).__call__, LABEL, None)
+    return label if isinstance(label, Label) else None
+
+
+# --- trust ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Instant:
+    """One moment on this host's three clocks, in seconds."""
+
+    monotonic: float
+    boottime: float
+    wall: float
+
+
+def instant() -> Instant:
+    """This moment."""
+    monotonic = time.monotonic()
+    clock = getattr(time, "CLOCK_BOOTTIME", None)
+    return Instant(monotonic, monotonic if clock is None else time.clock_gettime(clock), time.time())
+
+
+def elapsed(since: Instant, until: Instant) -> float:
+    """Seconds between two moments, by whichever clock has advanced most.
+
+    A suspended host stops the monotonic clock and a restored snapshot only moves the wall clock; a wall clock that was
+    set back is outvoted. The answer can be too long, which only shortens trust, but not too short.
+    """
+    return max(
+        until.monotonic - since.monotonic,
+        until.boottime - since.boottime,
+        until.wall - since.wall,
+    )
+
+
+def trusted_for(lock_at_most: timedelta) -> float:
+    """Seconds for which a holder may rely on a lease, counted from before the swap was sent.
+
+    The margin of 0.5 %, at least 2 ms, covers clocks that tick at different rates and a store clock of milliseconds.
+    """
+    seconds = lock_at_most.total_seconds()
+    return seconds - max(0.002, 0.005 * seconds)
+
+
+def in_micros(duration: timedelta) -> int:
+    """A duration in whole microseconds."""
+    return duration // timedelta(microseconds=1)
