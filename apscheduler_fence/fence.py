@@ -13,21 +13,13 @@ from urllib.parse import quote
 
 from apscheduler_fence.errors import FenceError, LeaseLost
 from apscheduler_fence.policy import LABEL, annotates_fence, elapsed, instant, is_handed, label_of, trusted_for
-    Instant,
-    Policy,
-    annotates_fence,
-    elapsed,
-    instant,
-    is_handed,
-    label_of,
-    trusted_for,
-)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from datetime import datetime
 
     from apscheduler_fence.lease import Grant
+    from apscheduler_fence.policy import Instant, Policy
     from apscheduler_fence.slots import Slot
 
 KEY_LIMIT = 255
@@ -189,7 +181,9 @@ def _own_signature(function: Callable[..., Any], labelled: inspect.Signature | N
     if labelled is None:
         return None
     parameters = list(labelled.parameters.values())
-    bound = inspect.ismethod(function) or not (inspect.isroutine(function) or LABEL in getattr(function, "__dict__", ()))
+    bound = inspect.ismethod(function) or not (
+        inspect.isroutine(function) or LABEL in getattr(function, "__dict__", ())
+    )
     return labelled.replace(parameters=parameters[1:] if bound else parameters)
 
 
