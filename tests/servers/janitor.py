@@ -74,6 +74,8 @@ def kill_tree(root: int) -> list[int]:
 
 def _clear(processes: set[int], folders: set[str]) -> None:
     send(sorted(processes), signal.SIGTERM)
+    for pid in processes:
+        thaw_tree(pid)  # a frozen one would not hear it
     deadline = time.monotonic() + GRACE
     while time.monotonic() < deadline and processes & running().keys():
         time.sleep(0.05)

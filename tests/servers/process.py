@@ -17,6 +17,10 @@ from servers.leash import Process, private_folder, remove_folder
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+# Since Python 3.11 `time.sleep` sleeps until an absolute time, which libfaketime 0.9.10 turns into an invalid argument;
+# it leaves all other waits alone.
+_SLEEP = "import select, time\ntime.sleep = lambda seconds: select.select([], [], [], seconds) and None\n"
+
 
 def faketime_library() -> str | None:
     """The path of libfaketime, which gives a process a wrong clock; None if it is not installed."""
@@ -37,11 +41,12 @@ class Node:
     def __init__(
         self, *arguments: str | Path, faketime: str | None = None, env: Mapping[str, str] | None = None
     ) -> None:
-        path = os.pathsep.join(entry for entry in sys.path if entry)
+        self._folder = private_folder("fence-node-")
+        path = os.pathsep.join([str(self._folder), *filter(None, sys.path)])
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": path, **(env or {})}
         if faketime is not None:
             environment |= _wrong_clock(faketime)
-        self._folder = private_folder("fence-node-")
+            (self._folder / "sitecustomize.py").write_text(_SLEEP)
         with (self._folder / "stderr").open("wb") as stderr:
             command = [sys.executable, *arguments]
             self._process = Process(command, stdout=subprocess.PIPE, stderr=stderr, env=environment)
@@ -116,6 +121,10 @@ class Node:
     def close(self) -> None:
         """Kills it if it still runs and removes what it has written."""
         self.kill()
+        for left in Path("/dev/shm").glob(
+            f"*faketime_s*_{self.pid}"
+        ):  # libfaketime removes them at an orderly exit only
+            left.unlink()
         if self._folder.exists():
             remove_folder(self._folder)
 
