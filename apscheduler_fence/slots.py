@@ -219,7 +219,7 @@ def slot_of(
         at = _window(scheduled_at, trigger.interval // MICROSECOND)
     else:
         jitter = _jitter(trigger)
-        fire = _latest_fire(trigger, scheduled_at - jitter - _ROUNDING, scheduled_at) if jitter > 0 else None
+        fire = _latest_fire(trigger, scheduled_at - jitter, scheduled_at) if jitter > 0 else None
         at = scheduled_at if fire is None else fire
     return Slot(job, format_time(at), at, scheduled_at)
 
@@ -266,8 +266,6 @@ def _window(us: int, period: int) -> int:
 # --- fire times without jitter ----------------------------------------------------------------------------------------
 
 _MOST_STEPS = 100_000
-_ROUNDING = 2
-"""A jitter is a float: what is drawn may exceed it by half a microsecond, and reach a job store as a float again."""
 _LOOKBACK = 3 * 3600 * SECOND
 """Asked from within the hour that daylight saving leaves out, a cron trigger overlooks its fire times in that hour."""
 
