@@ -1,3 +1,41 @@
 """Run each APScheduler job once per schedule slot in the whole cluster, fenced."""
 
+from apscheduler_fence.errors import ConfigError, FenceError, LeaseLost, StaleToken, StoreError
+from apscheduler_fence.events import (
+    EVENT_FENCE_ALL,
+    EVENT_JOB_LOST,
+    EVENT_JOB_REFUSED,
+    EVENT_LEASE_LOST,
+    EVENT_LEASE_OVERDUE,
+    FenceEvent,
+    JobRefusedEvent,
+    LeaseEvent,
+)
+from apscheduler_fence.executor import FencedExecutor
+from apscheduler_fence.fence import Fence, current_fence
+from apscheduler_fence.policy import Policy, fenced, unfenced
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "EVENT_FENCE_ALL",
+    "EVENT_JOB_LOST",
+    "EVENT_JOB_REFUSED",
+    "EVENT_LEASE_LOST",
+    "EVENT_LEASE_OVERDUE",
+    "ConfigError",
+    "Fence",
+    "FenceError",
+    "FenceEvent",
+    "FencedExecutor",
+    "JobRefusedEvent",
+    "LeaseEvent",
+    "LeaseLost",
+    "Policy",
+    "StaleToken",
+    "StoreError",
+    "__version__",
+    "current_fence",
+    "fenced",
+    "unfenced",
+]

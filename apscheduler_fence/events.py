@@ -6,13 +6,12 @@ The codes leave room above APScheduler's 2**16 and are not part of its `EVENT_AL
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
 from typing import TYPE_CHECKING
 
 from apscheduler.events import JobEvent
 
 if TYPE_CHECKING:
-    from datetime import datetime
-
     from apscheduler_fence.lease import Reason
 
 EVENT_JOB_REFUSED = 2**20
@@ -74,3 +73,8 @@ class LeaseEvent(FenceEvent):
 
     token: int = 0
     attempt: int = 1
+
+
+def in_time(micros: int) -> datetime:
+    """A store time as an aware datetime in UTC."""
+    return datetime(1970, 1, 1, tzinfo=timezone.utc) + timedelta(microseconds=micros)

@@ -41,6 +41,12 @@ class Hold:
     lost: bool = False
     overdue: bool = False
     announced: bool = False
+    ended: bool = False
+
+    @property
+    def execution_id(self) -> str:
+        """The logical run that the lease is held for."""
+        return self.slot.execution_id
 
     def remaining(self) -> float:
         """Seconds for which the lease can still be trusted; 0 once it is lost, and from then on."""
@@ -160,7 +166,7 @@ def bind(
         return function, tuple(args), dict(kwargs)
     label = label_of(function)
     try:
-        seen = inspect.signature(function)
+        seen = inspect.signature(function, follow_wrapped=False)
     except (TypeError, ValueError):  # some builtins tell no signature
         return function, tuple(args), dict(kwargs)
     full = _own_signature(function, label.signature if label is not None else None) or seen

@@ -79,7 +79,9 @@ def parse_flag(value: object, option: str) -> bool:
     return flag
 
 
-def _duration(option: str, least: timedelta, most: timedelta = LONGEST) -> Callable[[object], timedelta]:
+def duration_option(option: str, least: timedelta, most: timedelta = LONGEST) -> Callable[[object], timedelta]:
+    """A reader of one duration option, with its limits."""
+
     def parse(value: object) -> timedelta:
         duration = parse_duration(value, option)
         if not least <= duration <= most:
@@ -101,7 +103,7 @@ def _optional(parse: Callable[[object], Any]) -> Callable[[object], Any]:
 def _slot_rule(value: object) -> SlotRule:
     if callable(value):
         return value
-    return _duration("slot", timedelta(milliseconds=1))(value)
+    return duration_option("slot", timedelta(milliseconds=1))(value)
 
 
 # --- the policy -------------------------------------------------------------------------------------------------------
@@ -136,10 +138,10 @@ class Policy:
 
 _PARSERS: dict[str, Callable[[object], Any]] = {
     "name": _optional(lambda value: validate_name(value, "name")),
-    "lock_at_most": _duration("lock_at_most", SHORTEST_LEASE),
-    "lock_at_least": _duration("lock_at_least", timedelta(0)),
+    "lock_at_most": duration_option("lock_at_most", SHORTEST_LEASE),
+    "lock_at_least": duration_option("lock_at_least", timedelta(0)),
     "renew": lambda value: parse_flag(value, "renew"),
-    "max_runtime": _optional(_duration("max_runtime", SHORTEST_LEASE)),
+    "max_runtime": _optional(duration_option("max_runtime", SHORTEST_LEASE)),
     "once_per_slot": lambda value: parse_flag(value, "once_per_slot"),
     "slot": _optional(_slot_rule),
     "lease": _optional(lambda value: validate_name(value, "lease")),

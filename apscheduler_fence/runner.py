@@ -1,0 +1,659 @@
+"""One run of one job: misfire check, slot, claim, call, settle.
+
+The flow is a generator that asks for reads, swaps, calls and sleeps and is told what came of them. A driver answers:
+`drive` on a thread, `drive_async` on an event loop, and a simulation under a clock of its own. There is one flow, so
+what is simulated is what runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import os
+import pickle
+import random
+import socket
+import threading
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Generator
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta, timezone
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+
+from apscheduler.events import EVENT_JOB_ERROR, EVENT_JOB_EXECUTED, EVENT_JOB_MISSED, JobExecutionEvent
+
+from apscheduler_fence.errors import ConfigError, FenceError, LeaseLost, StoreError
+from apscheduler_fence.events import EVENT_JOB_REFUSED, JobRefusedEvent, in_time
+from apscheduler_fence.fence import Fence, Hold, bind, entered
+from apscheduler_fence.keeper import Keeper, Settings
+from apscheduler_fence.lease import (
+    Ask,
+    Change,
+    FinalState,
+    Insert,
+    Key,
+    Refusal,
+    Seen,
+    claim,
+    granted,
+    is_mine,
+    settle,
+    settled,
+)
+from apscheduler_fence.policy import Instant, Policy, elapsed, in_micros, instant
+from apscheduler_fence.slots import Slot, slot_of
+from apscheduler_fence.stores import open_described
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from concurrent.futures import Executor, Future
+
+    from apscheduler.triggers.base import BaseTrigger
+
+    from apscheduler_fence.events import FenceEvent
+    from apscheduler_fence.stores.base import Store, StoreDescription
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+ERROR_LIMIT = 4000
+"""Characters of an error and the tail of its traceback that the execution's record keeps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One submission of one job: what to call, on which terms, for which run times. It can be pickled."""
+
+    job_id: str
+    jobstore: str
+    job: str
+    lease: str
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    trigger: BaseTrigger
+    run_times: tuple[datetime, ...]
+    policy: Policy | None
+    misfire_grace_time: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What all runs of an executor have in common. Durations in seconds unless they say otherwise."""
+
+    store_patience: float = 10.0
+    max_early: timedelta = timedelta(minutes=1)
+    retention: timedelta = timedelta(days=30)
+    keeper: Settings = field(default_factory=Settings)
+
+
+@dataclass(eq=False)
+class Node:
+    """One process's part in the cluster: its store, its keeper, and where its events go."""
+
+    store: Store
+    terms: Terms
+    emit: Callable[[FenceEvent], None]
+    clock: Callable[[], Instant] = instant
+
+    def __post_init__(self) -> None:
+        self.keeper = Keeper(self.store, self.emit, self.nonce, self.prepare, self.terms.keeper, self.clock)
+        self.forget()
+
+    def forget(self) -> None:
+        """In a forked child: nothing of the parent's is ours."""
+        self._preparing = threading.Lock()
+        self.prepared = False
+        self._broken: ConfigError | None = None
+        self._known_functions: set[tuple[str, str]] = set()
+        self.keeper.forget()
+
+    def nonce(self) -> str:
+        """A holder that no other claim will ever have."""
+        return f"{socket.gethostname()[:64]}:{os.getpid()}:{uuid.uuid4().hex[:16]}"
+
+    def prepare(self) -> None:
+        """Open the store on first use, and pass on what it warns of.
+
+        Raises:
+            StoreError: it cannot be reached now.
+            ConfigError: it can never work as it is set up.
+        """
+        with self._preparing:
+            if self._broken is not None:
+                raise self._broken
+            if self.prepared:
+                return
+            try:
+                for warning in self.store.open():
+                    logger.warning("%s", warning)
+            except ConfigError as error:
+                self._broken = error
+                raise
+            self.prepared = True
+
+    def warn_of_namesake(self, run: Run, found: str) -> None:
+        """Another function has run under this job's name: perhaps another application's."""
+        if (run.job, found) not in self._known_functions:
+            self._known_functions.add((run.job, found))
+            logger.warning(
+                "The job name %r was last used by %s, and here it is %s: if that is another application's job, the two "
+                "suppress each other; give the executors different namespace= options",
+                run.job, found, reference(run.function),
+            )  # fmt: skip
+
+
+# --- steps ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Something that takes time but no store: computing a slot, opening the store."""
+
+    act: Callable[[], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """`Store.read`."""
+
+    key: Key
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """`Store.swap` of one change; answered with the token or None."""
+
+    change: Change
+
+
+@dataclass(frozen=True, slots=True)
+class Sleep:
+    """Seconds to let pass."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The job function itself; answered with an `Outcome`, whatever happens."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    fence: Fence | None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a call ended."""
+
+    value: Any = None
+    error: BaseException | None = None
+    traceback: str = ""
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether it was cancelled rather than failed."""
+        return isinstance(self.error, asyncio.CancelledError)
+
+
+Step: TypeAlias = Work | Read | Swap | Sleep | Call
+Event: TypeAlias = JobExecutionEvent | JobRefusedEvent
+Flow: TypeAlias = Generator[Step, Any, Event]
+
+
+# --- the flow ---------------------------------------------------------------------------------------------------------
+
+
+def run_slot(run: Run, run_time: datetime, node: Node) -> Flow:
+    """Run one run time of a job, if this node is the one to do it, and return the event to dispatch."""
+    late = datetime.fromtimestamp(node.clock().wall, timezone.utc) - run_time
+    if run.misfire_grace_time is not None and late > timedelta(seconds=run.misfire_grace_time):
+        logger.warning('Run time of job "%s" was missed by %s on this node', run.job_id, late)
+        return JobExecutionEvent(EVENT_JOB_MISSED, run.job_id, run.jobstore, run_time)
+    if run.policy is None:
+        outcome = yield Call(run.function, run.args, run.kwargs, None)
+        return executed(run, run_time, outcome)
+    try:
+        slot = yield Work(partial(slot_of, run.job, run.trigger, run_time, slot=run.policy.slot))
+        if not run.policy.once_per_slot:
+            slot = replace(slot, name=f"{slot.name}~{uuid.uuid4().hex[:12]}")
+        won = yield from _claim(run, slot, node)
+    except FenceError as error:
+        logger.error('Job "%s" was not run: %s', run.job_id, error)
+        return failed(run, run_time, error)
+    if isinstance(won, Refusal):
+        return _refused(run, run_time, slot, won)
+    return (yield from _run_held(run, run_time, won, node))
+
+
+@dataclass(slots=True)
+class _Claim:
+    """A claim under way. `sent` is the last swap's moment, `unanswered` that of the first whose answer never came."""
+
+    run: Run
+    slot: Slot
+    ask: Ask
+    node: Node
+    sent: Instant | None = None
+    unanswered: Instant | None = None
+
+    def hold(self, token: int, attempt: int, since: Instant) -> Hold:
+        run = self.run
+        return Hold(
+            granted(self.ask, token, attempt), self.slot, run.policy or Policy(), since=since, began=since,
+            job_id=run.job_id, jobstore=run.jobstore, clock=self.node.clock,
+        )  # fmt: skip
+
+
+def _claim(run: Run, slot: Slot, node: Node) -> Generator[Step, Any, Hold | Refusal]:
+    """Read, decide, swap, until it is clear who runs the slot.
+
+    Raises:
+        StoreError: that did not become clear within the store's patience.
+    """
+    attempt = _Claim(run, slot, _ask(run, slot, node), node)
+    started, failures = node.clock(), 0
+    while True:
+        attempt.sent = None
+        try:
+            won = yield from _try_claim(attempt)
+            if won is not None:
+                return won
+            trouble = StoreError(f"the lease {attempt.ask.lease!r} moved at every try")
+        except StoreError as error:
+            attempt.unanswered = attempt.unanswered or attempt.sent
+            failures += 1
+            trouble = error
+        if elapsed(started, node.clock()) >= node.terms.store_patience:
+            raise trouble
+        if failures:
+            logger.warning('Job "%s" waits for the store: %s', run.job_id, trouble)
+            yield Sleep(min(0.1 * 2**failures, 2.0) * random.uniform(0.5, 1))  # noqa: S311
+
+
+def _try_claim(attempt: _Claim) -> Generator[Step, Any, Hold | Refusal | None]:
+    ask, node = attempt.ask, attempt.node
+    if not node.prepared:
+        yield Work(node.prepare)
+    seen: Seen = yield Read(ask.key)
+    if attempt.unanswered is not None and is_mine(seen, ask.nonce) and seen.lease and seen.execution:
+        return attempt.hold(seen.lease.token, seen.execution.attempt, attempt.unanswered)
+    decision = claim(seen, ask)
+    if isinstance(decision, Refusal):
+        _complain_of_clock(decision, attempt.slot, seen)
+        return decision
+    if seen.lease is not None and seen.lease.func not in (None, ask.func) and ask.lease == ask.job:
+        node.warn_of_namesake(attempt.run, seen.lease.func)
+    attempt.sent = node.clock()
+    token: int | None = yield Swap(decision)
+    if token is None:
+        return None
+    if decision.displaced is not None:
+        node.keeper.announce(decision.displaced)
+    if not decision.grants:
+        return None
+    begun = decision.executions[-1]
+    return attempt.hold(token, begun.row.attempt if isinstance(begun, Insert) else begun.attempt, attempt.sent)
+
+
+def _ask(run: Run, slot: Slot, node: Node) -> Ask:
+    policy = run.policy or Policy()
+    return Ask(
+        lease=run.lease,
+        job=slot.job,
+        slot=slot.name,
+        slot_at=slot.at,
+        scheduled_at=slot.scheduled_at,
+        nonce=node.nonce(),
+        lock_at_most=in_micros(policy.lock_at_most),
+        lock_at_least=in_micros(policy.lock_at_least),
+        max_early=in_micros(node.terms.max_early),
+        keep_for=in_micros(node.terms.retention),
+        func=reference(run.function),
+        jobstore=run.jobstore,
+        job_id=run.job_id,
+    )
+
+
+def _complain_of_clock(refusal: Refusal, slot: Slot, seen: Seen) -> None:
+    if refusal.reason == "early":
+        ahead = (slot.at - seen.now) / 1e6
+        raise FenceError(
+            f"slot {slot.execution_id} lies {ahead:.1f} s ahead of the store's clock: the clock of this node "
+            f"({socket.gethostname()}) is wrong, or the store's is"
+        )
+
+
+def _refused(run: Run, run_time: datetime, slot: Slot, refusal: Refusal) -> Event:
+    until = None if refusal.until is None else in_time(refusal.until)
+    logger.info(
+        'Job "%s" refused for slot %s: %s, holder %s, until %s',
+        run.job_id, slot.execution_id, refusal.reason, refusal.holder, until,
+    )  # fmt: skip
+    return JobRefusedEvent(
+        EVENT_JOB_REFUSED, run.job_id, run.jobstore, slot.execution_id, scheduled_run_time=run_time,
+        holder=refusal.holder, reason=refusal.reason, until=until,
+    )  # fmt: skip
+
+
+def _run_held(run: Run, run_time: datetime, hold: Hold, node: Node) -> Flow:
+    grant = hold.grant
+    fence = Fence(
+        grant.token, hold.execution_id, grant.job, grant.lease, grant.slot, in_time(hold.slot.scheduled_at),
+        grant.attempt, hold,
+    )  # fmt: skip
+    if fence.lost:
+        late = LeaseLost(fence.execution_id, fence.token)
+        yield from _settle(hold, settle(grant, "cancelled", "the lease ran out before the job was entered"), node)
+        return failed(run, run_time, late)
+    node.keeper.hold(hold)
+    logger.info(
+        'Running job "%s" for slot %s: token %s, attempt %s, holder %s',
+        run.job_id, fence.execution_id, fence.token, fence.attempt, grant.holder,
+    )  # fmt: skip
+    try:
+        function, args, kwargs = bind(run.function, run.args, run.kwargs, fence)
+        outcome: Outcome = yield Call(function, args, kwargs, fence)
+    except TypeError as error:
+        outcome = Outcome(error=error)
+    state: FinalState = "succeeded" if outcome.error is None else "cancelled" if outcome.cancelled else "failed"
+    yield from _settle(hold, settle(grant, state, describe_error(outcome)), node)
+    return executed(run, run_time, outcome)
+
+
+def _settle(hold: Hold, change: Change, node: Node) -> Generator[Step, Any, None]:
+    hold.ended = True
+    grant = hold.grant
+    try:
+        token = yield Swap(change)
+        if token is None:
+            seen = yield Read(Key(grant.lease, grant.job, grant.slot))
+            if not settled(seen, grant, change):
+                node.keeper.unrecorded(hold, change)
+    except StoreError as error:
+        logger.error(
+            "Outcome of %s not recorded yet, and repeated until it is: token %s, holder %s: %s",
+            hold.execution_id, grant.token, grant.holder, error,
+        )  # fmt: skip
+        node.keeper.settle_later(hold, change)
+        return
+    node.keeper.drop(hold)
+
+
+# --- events -----------------------------------------------------------------------------------------------------------
+
+
+def executed(run: Run, run_time: datetime, outcome: Outcome) -> JobExecutionEvent:
+    """Log how a call ended, and return APScheduler's own event for it."""
+    if outcome.error is None:
+        logger.info('Job "%s" executed successfully', run.job_id)
+    else:
+        logger.error('Job "%s" raised an exception\n%s', run.job_id, describe_error(outcome))
+    return ended(run, run_time, outcome)
+
+
+def ended(run: Run, run_time: datetime, outcome: Outcome) -> JobExecutionEvent:
+    """APScheduler's own event for a call that ended."""
+    if outcome.error is not None:
+        return failed(run, run_time, outcome.error, outcome.traceback)
+    return JobExecutionEvent(EVENT_JOB_EXECUTED, run.job_id, run.jobstore, run_time, retval=outcome.value)
+
+
+def failed(run: Run, run_time: datetime, error: BaseException, formatted: str = "") -> JobExecutionEvent:
+    """APScheduler's own event for a job that raised, or that could not be run."""
+    return JobExecutionEvent(
+        EVENT_JOB_ERROR, run.job_id, run.jobstore, run_time, exception=error, traceback=formatted
+    )  # fmt: skip
+
+
+def describe_error(outcome: Outcome) -> str | None:
+    """The tail of the traceback, then type and message: bounded."""
+    if outcome.error is None:
+        return None
+    line = "".join(traceback.format_exception_only(type(outcome.error), outcome.error)).strip()[: ERROR_LIMIT // 2]
+    return outcome.traceback[-(ERROR_LIMIT - len(line)) :] + line
+
+
+def reference(function: Callable[..., Any]) -> str:
+    """Where a job's function is defined, as `module:qualname`, seen through partials and objects."""
+    while isinstance(function, partial):
+        function = function.func
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}:{named.__qualname__}"[:191]
+
+
+# --- drivers ----------------------------------------------------------------------------------------------------------
+
+
+def awaits(function: Callable[..., Any]) -> bool:
+    """Whether calling it returns a coroutine: seen through partials, methods and callable objects."""
+    while isinstance(function, partial):
+        function = function.func
+    if inspect.iscoroutinefunction(function):
+        return True
+    return not inspect.isroutine(function) and not inspect.isclass(function) and inspect.iscoroutinefunction(
+        type(function).__call__
+    )  # fmt: skip
+
+
+def never_awaited(function: Callable[..., Any]) -> ConfigError:
+    """What is wrong with a coroutine function on an executor that only calls."""
+    return ConfigError(
+        f"{reference(function)} is a coroutine function, which this executor never awaits: use AsyncIOScheduler or "
+        "TornadoScheduler, or make it a plain function"
+    )
+
+
+def call(step: Call) -> Outcome:
+    """Call a plain function."""
+    try:
+        if step.fence is None:
+            value = step.function(*step.args, **step.kwargs)
+        else:
+            with entered(step.fence):
+                value = step.function(*step.args, **step.kwargs)
+    except BaseException as error:  # noqa: BLE001 - as APScheduler: whatever ends a job is that job's outcome
+        return outcome_of(error)
+    if inspect.iscoroutine(value):
+        value.close()
+        return Outcome(error=ConfigError(f"{reference(step.function)} returned a coroutine, which nobody awaits here"))
+    return Outcome(value)
+
+
+async def call_async(step: Call) -> Outcome:
+    """Call a coroutine function and await what it returns."""
+    try:
+        if step.fence is None:
+            return Outcome(await step.function(*step.args, **step.kwargs))
+        with entered(step.fence):
+            return Outcome(await step.function(*step.args, **step.kwargs))
+    except BaseException as error:  # noqa: BLE001 - as above
+        return outcome_of(error)
+
+
+def outcome_of(error: BaseException) -> Outcome:
+    """Keep what a listener needs of an exception, and none of its frames."""
+    frames = error.__traceback__
+    formatted = "".join(traceback.format_tb(frames and frames.tb_next))
+    traceback.clear_frames(frames)
+    return Outcome(error=error, traceback=formatted)
+
+
+def answer(step: Work | Read | Swap, store: Store) -> Any:
+    """Do one step that may block."""
+    match step:
+        case Work(act):
+            return act()
+        case Read(key):
+            return store.read(key)
+        case Swap(change):
+            return store.swap([change])[0]
+
+
+def drive(flow: Generator[Step, Any, Event], store: Store, first: Any = None) -> Event:
+    """Run a flow on this thread to its end; `first` answers the step that it is waiting at, if any."""
+    reply: Any = first
+    error: BaseException | None = None
+    while True:
+        try:
+            step = flow.throw(error) if error is not None else flow.send(reply)
+        except StopIteration as end:
+            result: Event = end.value
+            return result
+        reply, error = None, None
+        match step:
+            case Call():
+                reply = call(step)
+            case Sleep(seconds):
+                time.sleep(seconds)
+            case Work() | Read() | Swap():
+                try:
+                    reply = answer(step, store)
+                except FenceError as raised:
+                    error = raised
+
+
+def run_here(run: Run, node: Node) -> list[Event]:
+    """Run a submission on this thread; what an inner executor calls."""
+    if awaits(run.function):
+        wrong = never_awaited(run.function)
+        logger.error('Job "%s" was not run: %s', run.job_id, wrong)
+        return [failed(run, run_time, wrong) for run_time in run.run_times]
+    return [drive(run_slot(run, run_time, node), node.store) for run_time in run.run_times]
+
+
+async def run_on_loop(run: Run, node: Node, pool: Executor) -> list[Event]:
+    """Run a submission of a coroutine function on this event loop, with the store's calls on `pool`.
+
+    When the task is cancelled, what the store must be told still reaches it: through the pool, which outlives the loop.
+    """
+    events: list[Event] = []
+    for run_time in run.run_times:
+        event, cancelled = await _drive_async(run, run_time, node, pool)
+        events.append(event)
+        if cancelled:
+            break
+    return events
+
+
+async def _drive_async(run: Run, run_time: datetime, node: Node, pool: Executor) -> tuple[Event, bool]:
+    flow = run_slot(run, run_time, node)
+    reply: Any = None
+    error: BaseException | None = None
+    while True:
+        try:
+            step = flow.throw(error) if error is not None else flow.send(reply)
+        except StopIteration as end:
+            return end.value, False
+        reply, error = None, None
+        match step:
+            case Call():
+                outcome = await call_async(step)
+                rest = pool.submit(drive, flow, node.store, outcome)
+                try:
+                    return await _done(rest), outcome.cancelled
+                except asyncio.CancelledError:
+                    return ended(run, run_time, outcome), True
+            case Sleep(seconds):
+                await asyncio.sleep(seconds)
+            case Work() | Read() | Swap():
+                future = pool.submit(answer, step, node.store)
+                try:
+                    reply = await _done(future)
+                except FenceError as raised:
+                    error = raised
+                except asyncio.CancelledError as cancelled:
+                    pool.submit(_give_back, flow, future, node.store)
+                    return failed(run, run_time, cancelled), True
+
+
+async def _done(future: Future[T]) -> T:
+    """Wait for work on another thread; being cancelled stops the waiting, and not the work."""
+    loop = asyncio.get_running_loop()
+    waiter: asyncio.Future[None] = loop.create_future()
+
+    def answered() -> None:
+        if not waiter.done():
+            waiter.set_result(None)
+
+    def wake(_: object) -> None:
+        with suppress(RuntimeError):  # the loop has been closed meanwhile
+            loop.call_soon_threadsafe(answered)
+
+    future.add_done_callback(wake)
+    await waiter
+    return future.result()
+
+
+def _give_back(flow: Flow, future: Future[Any], store: Store) -> None:
+    """See a claim through that was in flight when its task was cancelled, and settle it if it turns out to be won."""
+    reply, error = None, None
+    try:
+        reply = future.result()
+    except FenceError as raised:
+        error = raised
+    try:
+        while True:
+            step = flow.throw(error) if error is not None else flow.send(reply)
+            reply, error = None, None
+            match step:
+                case Call():
+                    reply = Outcome(error=asyncio.CancelledError())
+                case Sleep():
+                    return
+                case Work() | Read() | Swap():
+                    reply = answer(step, store)
+    except (StopIteration, FenceError):
+        return
+    finally:
+        flow.close()
+
+
+# --- the other side of a process pool ---------------------------------------------------------------------------------
+
+_nodes: dict[StoreDescription, tuple[int, Node]] = {}
+_heard: list[FenceEvent] = []
+
+
+def run_in_child(run: Run, description: StoreDescription, terms: Terms) -> list[Event]:
+    """Run a submission in a pool's child process, with a store and a keeper of that process."""
+    pid, node = _nodes.get(description, (None, None))
+    if node is None or pid != os.getpid():
+        node = Node(open_described(description), terms, _heard.append)
+        _nodes[description] = (os.getpid(), node)
+        node.keeper.start("pool")
+    events = run_here(run, node)
+    node.keeper.drain(terms.store_patience)
+    heard, _heard[:] = _heard[:], []
+    return [portable(event) for event in [*heard, *events]]
+
+
+class RemoteError(FenceError):
+    """Stands for an exception that cannot be pickled: its type's name and its message are those of the original."""
+
+
+def portable(event: Any) -> Any:
+    """An event that survives pickling: one that does not would break the whole process pool."""
+    for attribute in ("exception", "retval"):
+        value = getattr(event, attribute, None)
+        if value is None or _survives(value):
+            continue
+        stand_in = RemoteError(f"{type(value).__qualname__}: {value}") if attribute == "exception" else repr(value)
+        setattr(event, attribute, stand_in)
+    return event
+
+
+def _survives(value: object) -> bool:
+    try:
+        pickle.loads(pickle.dumps(value))  # noqa: S301 - our own bytes of a moment ago
+    except Exception:  # noqa: BLE001 - anything may come out of a stranger's __reduce__
+        return False
+    return True
