@@ -99,12 +99,17 @@ class Process:
         )
         self.pid = self._popen.pid
         self.stdout = self._popen.stdout
+        self._frozen = False
+        self._registered = True
         _tell(f"+process {self.pid}")
 
     @property
     def running(self) -> bool:
         """Whether it has not ended yet; a frozen process is running."""
-        return self._popen.poll() is None
+        if self._popen.poll() is None:
+            return True
+        self._forget()
+        return False
 
     def wait(self, timeout: float) -> int:
         """Waits until it has ended and returns its exit code.
@@ -113,7 +118,7 @@ class Process:
             subprocess.TimeoutExpired: it still runs after `timeout` seconds.
         """
         code = self._popen.wait(timeout)
-        _tell(f"-process {self.pid}")
+        self._forget()
         return code
 
     def end(self, number: int, timeout: float = 30.0) -> None:
@@ -139,13 +144,21 @@ class Process:
     def freeze(self) -> None:
         """Stops it and its descendants with SIGSTOP: their sockets stay open and nobody answers."""
         if self.running:
+            self._frozen = True
             janitor.freeze_tree(self.pid)
 
     def thaw(self) -> None:
         """Lets it and its descendants go on."""
-        if self.running:
+        if self._frozen and self.running:
             janitor.thaw_tree(self.pid)
+        self._frozen = False
 
     def signal(self, number: int = signal.SIGTERM) -> None:
         """Sends it, and none of its descendants, a signal."""
         self._popen.send_signal(number)
+
+    def _forget(self) -> None:
+        # At once: the system may give the number to a process that is none of ours.
+        if self._registered:
+            self._registered = False
+            _tell(f"-process {self.pid}")
