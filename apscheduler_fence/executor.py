@@ -115,6 +115,8 @@ class FencedExecutor(BaseExecutor):  # type: ignore[misc]
             self._namespace,
             **{name: options.pop(name) for name in STORE_OPTIONS if name in options},
         )
+        if str(options.get("max_workers")).isdecimal():  # the tornado executor takes no text
+            options["max_workers"] = int(options["max_workers"])
         self._inner_options = options
         self._max_catch_up = _count(max_catch_up, "max_catch_up")
         patience = duration_option("store_patience", timedelta(0))(store_patience).total_seconds()
