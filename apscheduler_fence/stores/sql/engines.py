@@ -211,10 +211,19 @@ def _prepare(dialect: Dialect, timeout: float) -> Callable[[Any, object], None]:
         elif dialect.name in ("mysql", "mariadb"):
             _execute(connection, *_mysql_settings(timeout))
         elif dialect.driver == "psycopg":
-            connection.prepare_threshold = None  # a pooler gives each transaction another server connection
             _limit_waits(connection, timeout)
+            if _is_pooled(connection):
+                connection.prepare_threshold = None
 
     return prepare
+
+
+def _is_pooled(connection: Any) -> bool:
+    # A pooler introduces itself by a process number of its own. It may run each statement on another server connection,
+    # where what was prepared on the last one is not known.
+    with contextlib.closing(connection.cursor()) as cursor:
+        cursor.execute("SELECT pg_backend_pid()")
+        return bool(cursor.fetchone()[0] != connection.info.backend_pid)
 
 
 def _execute(connection: Any, *statements: str) -> None:

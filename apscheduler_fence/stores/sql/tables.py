@@ -194,7 +194,8 @@ def tables(prefix: str = "fence_", schema: str | None = None) -> Tables:
         **options,
     )
     _index(lease, "held", "namespace", "expires_at", where=lease.c.expires_at.is_not(None))
-    _index(execution, "history", "job", "slot_at")
+    # Behind the namespace, since a planner without statistics would use it, not the key, to find one slot of a job.
+    _index(execution, "history", "namespace", "job", "slot_at")
     _index(execution, "prune", "namespace", "keep_until", where=execution.c.keep_until.is_not(None))
     _index(execution, "recent", "namespace", "slot_at")
     waiting = execution.c.state == "waiting"
