@@ -25,6 +25,9 @@ def say(**message):
     print(json.dumps(message), flush=True)  # noqa: T201 - standard output is the channel
 
 
+say(began=time.time())
+
+
 def nap():
     entered.set()
     time.sleep(0.5)
