@@ -17,7 +17,7 @@ from apscheduler.jobstores.memory import MemoryJobStore
 from apscheduler.jobstores.sqlalchemy import SQLAlchemyJobStore
 from apscheduler.schedulers.background import BackgroundScheduler
 from apscheduler.util import check_callable_args
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import apscheduler_fence
@@ -477,6 +477,7 @@ def function_of(signature):
 HANDED = {"fence": FENCE, "fencing_token": 42, "execution_id": ID}
 
 
+@settings(deadline=None)  # a busy machine is no failure
 @given(signatures(), st.data())
 def test_every_call_that_add_job_accepts_arrives_whole(signature, data):
     """Whatever the signature: the caller's arguments arrive as `add_job` counted them, and the rest is handed."""
@@ -767,6 +768,7 @@ NAMES = st.text(min_size=1, max_size=300)
 ANY_OPERATION = st.text(st.characters(), max_size=300)
 
 
+@settings(deadline=None)
 @given(NAMES, ANY_OPERATION)
 @example("job", "\ud800")
 @example("ж" * 191, "ж" * 191)
@@ -779,6 +781,7 @@ SLOTS = st.sampled_from(["2026-09-02T10:00:00Z", "2026-09-02T10:00:00.250Z", "ma
 TRICKY = st.text(alphabet="a:/%|~Z", max_size=4)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(TRICKY, SLOTS, TRICKY), min_size=2, max_size=2, unique=True))
 @example(
     [("a", "2026-09-02T10:00:00Z", "b/2026-09-02T10:00:00Z"), ("a/2026-09-02T10:00:00Z:b", "2026-09-02T10:00:00Z", "")]
