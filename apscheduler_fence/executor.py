@@ -397,7 +397,8 @@ class FencedExecutor(BaseExecutor):  # type: ignore[misc]
         if run.job != row.job:
             return None
         self._remember(run, job.max_instances)
-        return self._known.get(run.job)
+        known: _Known | None = self._known.get(run.job)
+        return known
 
     def _take_over(self, run: Run, max_instances: int) -> None:
         under_way = any(each.run.slot == run.slot for each in list(self._submitted.values()))

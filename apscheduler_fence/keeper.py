@@ -435,6 +435,9 @@ class Keeper:
 
         Only the node whose swap ended it calls this.
         """
+        for hold in self.held:
+            if (hold.grant.lease, hold.grant.token) == (row.lease, row.token):
+                self._lose(hold)  # it was ours, and need not wait for its renewal to hear of it
         if row.state == "superseded":
             logger.warning(
                 "Execution %s gave way to a newer slot: attempt %s, token %s", row.id, row.attempt, row.token

@@ -444,7 +444,9 @@ def _ended(row: Execution, by: str, state: State | None = None) -> Execution:
 def _enqueue(seen: Seen, ask: Ask, lease: Lease) -> Change | Refusal:
     free = lease.holder is None
     if seen.execution is not None:
-        return Refusal("queued", lease.holder, lease.hold_until if free else lease.expires_at)
+        ahead = seen.waiting.holder if free and _is_behind(seen) and seen.waiting is not None else lease.holder
+        until = lease.hold_until if free and seen.now < lease.hold_until else lease.expires_at
+        return Refusal("queued", ahead, until)
     move = LeaseMove(
         ask.lease, lease.token, lease.holder,
         condition="over" if free else "live",

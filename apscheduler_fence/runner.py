@@ -265,8 +265,8 @@ class _Claim:
     """A claim under way.
 
     `sent` is the moment of the last swap, `first_sent` that of the first, from which trust counts if the nonce turns up
-    in the row: whatever an answer said, then one of them was applied. `displaced` is the run that
-    the last swap ended if it was applied.
+    in the row: whatever the answers said, one of them was applied. `displaced` is the run that the last swap ended if it
+    was applied.
     """
 
     run: Run
