@@ -339,8 +339,8 @@ def fenced(function: Callable[..., Any] | None = None, /, **options: Any) -> Any
 
     The very same function comes back: it can be called, pickled and referred to as before. Its parameters that the
     executor fills in (annotated `Fence`, or named `fence`, `fencing_token` or `execution_id`) need not be given to
-    `add_job`, wherever in the signature they stand. Above a decorator that fills in parameters of its own is the place
-    for `@fenced`: below it, `add_job` would ask for those.
+    `add_job`, wherever in the signature they stand. Together with a decorator that fills in
+    arguments of its own, `@fenced` stands above (below, `add_job` would ask for those) and `fence` is keyword-only.
 
     Raises:
         ConfigError: an option is unknown or its value is not allowed, or this is nothing that could be labelled.
@@ -396,7 +396,7 @@ def _target(function: Callable[..., Any], decorator: str) -> tuple[Callable[...,
 def _mark(function: Callable[..., Any], label: Label) -> None:
     try:
         setattr(function, LABEL, label)
-    except (AttributeError, TypeError):
+    except AttributeError:
         raise ConfigError(
             f"{function!r} cannot carry options: decorate the function where it is defined, or give the executor "
             'policies={"job id": {...}}'
