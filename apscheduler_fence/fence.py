@@ -52,6 +52,8 @@ class Hold:
     overdue: bool = False
     announced: bool = False
     ended: bool = False
+    regranting: bool = False
+    cancel: Callable[[], object] | None = None
 
     @property
     def execution_id(self) -> str:
