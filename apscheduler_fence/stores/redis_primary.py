@@ -33,18 +33,17 @@ _FORMS = "redis://, rediss://, unix://, redis+sentinel://host:port,host:port/ser
 _REDIRECTS = 3
 _UNBOUNDED = 2**31  # threads are what bounds the connections; redis-py 8 would refuse the 101st
 
-_HINTS: tuple[tuple[type[Exception], str], ...] = (
-    (exceptions.MovedError, " (a Redis Cluster needs redis+cluster://, or a RedisCluster client)"),
-    (exceptions.AskError, " (the hash slot is being moved to another node; nothing is granted until that is done)"),
-    (exceptions.ReadOnlyError, " (the server is a replica; claims need the primary)"),
-)
-_LOSES_THE_PRIMARY = (
-    exceptions.ConnectionError,
-    exceptions.TimeoutError,
-    exceptions.ReadOnlyError,
-    exceptions.MovedError,
-    exceptions.ClusterDownError,
-)
+_HINTS = {
+    "MOVED": " (a Redis Cluster needs redis+cluster://, or a RedisCluster client)",
+    "ASK": " (the hash slot is being moved to another node; nothing is granted until that is done)",
+    "READONLY": " (the server is a replica; claims need the primary)",
+}
+
+
+def _code(error: Exception) -> str:
+    """What the server's error reply began with, where that matters; redis-py 5 has classes for some of it only."""
+    classes = {"MovedError": "MOVED", "AskError": "ASK", "ReadOnlyError": "READONLY", "ClusterDownError": "CLUSTERDOWN"}
+    return classes.get(type(error).__name__) or str(error).partition(" ")[0]
 
 
 @contextlib.contextmanager
@@ -53,8 +52,7 @@ def map_errors() -> Iterator[None]:
     try:
         yield
     except (exceptions.RedisError, OSError) as error:
-        hint = next((text for kind, text in _HINTS if isinstance(error, kind)), "")
-        raise StoreError(f"Redis: {type(error).__name__}: {error}{hint}") from error
+        raise StoreError(f"Redis: {type(error).__name__}: {error}{_HINTS.get(_code(error), '')}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +88,16 @@ class Primary:
 
     def client(self) -> Redis:
         """The primary's client, which retries nothing."""
-        with self._lock:
-            if not self._found:
-                self._found = self._find()
-            return self._found[0]
+        found = self._found
+        if not found:
+            # Not under the lock: the search may wait for nodes that do not answer, and each caller for its own only.
+            found = self._find()
+            with self._lock:
+                if self._found:
+                    _disconnect(found, in_use=True)
+                    found = self._found
+                self._found = found
+        return found[0]
 
     def run(
         self, script: Script, key: bytes, args: Sequence[bytes | str | int], *then: Command, repeatable: bool = False
@@ -116,17 +120,14 @@ class Primary:
             try:
                 try:
                     return _send(client, ("EVALSHA", *call), *then)
-                except (
-                    exceptions.NoScriptError
-                ):  # never run here before, or the server has restarted: it was not executed
+                except exceptions.NoScriptError:
+                    # New to this server, or it has restarted: nothing was executed.
                     return _send(client, ("EVAL", script.source, *call[1:]), *then)
             except exceptions.RedisError as error:
                 self._failed(client, error)
-                refused = (
-                    isinstance(error, exceptions.MovedError) and self.can_move
-                )  # by a node that did not execute it
+                not_executed = _code(error) == "MOVED" and self.can_move
                 dropped = isinstance(error, exceptions.ConnectionError) and repeatable and attempt == 0
-                if not (refused or dropped):
+                if not (not_executed or dropped):
                     raise
         raise exceptions.ClusterDownError("CLUSTERDOWN the nodes do not agree on who owns the hash slot")
 
@@ -136,7 +137,8 @@ class Primary:
 
     def _failed(self, client: Redis, error: exceptions.RedisError) -> None:
         # A plain client reconnects by itself; only a demoted primary keeps old connections alive but useless.
-        if isinstance(error, exceptions.ReadOnlyError) or (self.can_move and isinstance(error, _LOSES_THE_PRIMARY)):
+        code, unreachable = _code(error), isinstance(error, (exceptions.ConnectionError, exceptions.TimeoutError))
+        if code == "READONLY" or (self.can_move and (unreachable or code in ("MOVED", "CLUSTERDOWN"))):
             with self._lock:
                 if self._found and self._found[0] is client:
                     found, self._found = self._found, ()
@@ -188,8 +190,8 @@ def from_url(url: str, timeout: float, key: bytes) -> Primary:
         url,
     )
     if parts is None:
-        pool = _pool(_options(url), timeout)
-        return Primary(lambda: [Redis(connection_pool=pool())])
+        settings = _settings(_options(url), timeout)
+        return Primary(lambda: [Redis(connection_pool=ConnectionPool(**settings))])
     hosts = [_address(host, 26379 if parts["kind"] == "sentinel" else 6379) for host in parts["hosts"].split(",")]
     service, _, db = (parts["path"] or "").partition("/")
     if parts["kind"] == "cluster":
@@ -203,13 +205,21 @@ def from_url(url: str, timeout: float, key: bytes) -> Primary:
     del options["host"]
     if parts["kind"] == "cluster":
         del options["db"]
-        return _cluster(hosts, lambda at: _pool({**options, "host": at[0], "port": at[1]}, timeout)(), key)
+        settings = _settings(options, timeout)
+        return _cluster(hosts, lambda at: ConnectionPool(**{**settings, "host": at[0], "port": at[1]}), key)
     return _sentinel(hosts, service, options, timeout)
+
+
+# How replies look and what is repeated is decided here; the others are a pool's own parts.
+_NOT_TAKEN = re.compile(
+    "retry.*|protocol|encoding.*|decode_responses|cache.*|maint_notifications.*|orig_.*|connection_pool|himport_registry"
+)
 
 
 def _options(url: str) -> dict[str, Any]:
     try:
-        return dict(parse_url(url))  # type: ignore[no-untyped-call]
+        options: dict[str, Any] = parse_url(url)  # type: ignore[no-untyped-call]
+        return {name: value for name, value in options.items() if not _NOT_TAKEN.fullmatch(name)}
     except ValueError:
         # Not `from error`: redis-py's message may quote a piece of the password.
         raise ConfigError(f"the Redis URL cannot be understood; the forms are {_FORMS}") from None
@@ -227,7 +237,8 @@ def _once(timeout: float) -> dict[str, Any]:
     return {"retry": Retry(NoBackoff(), 0), "protocol": 2, "socket_timeout": timeout, "socket_connect_timeout": timeout}
 
 
-def _pool(options: Mapping[str, Any], timeout: float) -> Callable[[], ConnectionPool]:
+def _settings(options: Mapping[str, Any], timeout: float) -> dict[str, Any]:
+    """What a pool is made with, after a look at whether its connections could be."""
     settings = {"max_connections": _UNBOUNDED, **_once(timeout), **options}
     if options.get("connection_class") is not UnixDomainSocketConnection:
         settings.setdefault("socket_keepalive", True)
@@ -236,7 +247,7 @@ def _pool(options: Mapping[str, Any], timeout: float) -> Callable[[], Connection
         pool.connection_class(**pool.connection_kwargs)
     except TypeError as error:
         raise ConfigError(f"the Redis URL has an option that redis-py does not know: {error}") from None
-    return lambda: ConnectionPool(**settings)
+    return settings
 
 
 def _sentinel(hosts: Sequence[Address], service: str, options: dict[str, Any], timeout: float) -> Primary:
@@ -245,13 +256,14 @@ def _sentinel(hosts: Sequence[Address], service: str, options: dict[str, Any], t
         for name in ("sentinel_username", "sentinel_password")
         if name in options
     }
-    tls = {"ssl": True} if options.pop("connection_class", None) is SSLConnection else {}
-    tls |= {name: value for name, value in options.items() if name.startswith("ssl_")}
-    _pool({name: value for name, value in options.items() if name not in tls}, timeout)
+    settings = _settings(options, timeout)
+    tls = {name: value for name, value in settings.items() if name.startswith("ssl_")}
+    if settings.pop("connection_class", None) is SSLConnection:
+        tls["ssl"] = True
 
     def find() -> list[Redis]:
         manager = Sentinel(hosts, sentinel_kwargs={**_once(timeout), **tls, **own})  # type: ignore[no-untyped-call]
-        return _watched(service, manager, {"max_connections": _UNBOUNDED, **_once(timeout), **options, **tls})
+        return _watched(service, manager, {**settings, **tls})
 
     return Primary(find)
 
@@ -306,22 +318,16 @@ def _copied_cluster(client: RedisCluster, timeout: float, key: bytes) -> Primary
     return _cluster([(node.host, node.port) for node in nodes], connect, key, client.nodes_manager.remap_host_port)
 
 
-_NOT_COPIED = re.compile(
-    r"retry.*|protocol|encoding.*|decode_responses|maint_notifications.*|orig_.*|connection_pool|himport_registry|cache.*"
-)
-
-
 def _copied_settings(pool: ConnectionPool, timeout: float) -> dict[str, Any]:
-    own = {name: value for name, value in pool.connection_kwargs.items() if not _NOT_COPIED.fullmatch(name)}
+    own = {name: value for name, value in pool.connection_kwargs.items() if not _NOT_TAKEN.fullmatch(name)}
     for name in ("socket_timeout", "socket_connect_timeout"):
         own[name] = min(own.get(name) or timeout, timeout)
     return {"max_connections": _UNBOUNDED, **_once(timeout), **own}
 
 
 def _copy(pool: ConnectionPool, timeout: float, **changed: Any) -> ConnectionPool:
-    return ConnectionPool(
-        connection_class=pool.connection_class, **{**_copied_settings(pool, timeout), **changed}
-    )  # fmt: skip
+    settings = {**_copied_settings(pool, timeout), "connection_class": pool.connection_class, **changed}
+    return ConnectionPool(**settings)
 
 
 # --- the node of a cluster --------------------------------------------------------------------------------------------
@@ -350,16 +356,15 @@ def _cluster(
                 ranges = _send(client, ("CLUSTER", "SLOTS"))[0]
             except exceptions.RedisError as error:
                 problem = error
-                known.remove(at)
-                known.append(at)  # the next search begins with a node that may answer
+                known[:] = [*(other for other in known if other != at), at]  # the next search begins elsewhere
                 continue
             finally:
                 _disconnect([client], in_use=True)
-            owners = {remap(_host(node, at), node[1]): low <= slot <= high for low, high, node, *_ in ranges}
-            known.extend(other for other in owners if other not in known)
-            for low, high, node, *_ in ranges:
-                if low <= slot <= high:
-                    return [Redis(connection_pool=connect(remap(_host(node, at), node[1])))]
+            owners = [(low <= slot <= high, remap(_host(node, at), node[1])) for low, high, node, *_ in ranges]
+            known.extend({owner for _, owner in owners} - set(known))
+            for owns_it, owner in owners:
+                if owns_it:
+                    return [Redis(connection_pool=connect(owner))]
         raise problem
 
     return Primary(find, can_move=True)
