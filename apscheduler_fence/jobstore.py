@@ -27,7 +27,7 @@ import sys
 from dataclasses import dataclass
 from datetime import date, datetime, timedelta, timezone
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 from apscheduler.job import Job
 from apscheduler.jobstores.base import BaseJobStore, ConflictingIdError, JobLookupError
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+_Schedule: TypeAlias = "tuple[BaseTrigger, datetime | None]"
 
 TRIES = 100  # each failed try means that somebody else's write succeeded
 BATCH = 100  # writes of the loop that share a transaction
@@ -85,6 +86,7 @@ class SharedJobStore(BaseJobStore):  # type: ignore[misc]
         self._poll = _poll_interval(poll)
         table = _table_of(self._inner)
         self._shelf: _Shelf = _Plain(self._inner) if table is None else _Swapped(self._inner, table, self._leave_alone)
+        self._open = False
         self._pass = _Pass()
         self._refused: Job | None = None
         self._left_alone: dict[str, str] = {}
@@ -101,9 +103,11 @@ class SharedJobStore(BaseJobStore):  # type: ignore[misc]
         except DBAPIError:
             # Of several processes that create the table at once all but one fail, and find it the second time.
             self._inner.start(scheduler, alias)
+        self._open = True
 
     def shutdown(self) -> None:
         """Release what the inner store holds."""
+        self._open = False
         self._inner.shutdown()
 
     def get_due_jobs(self, now: datetime) -> list[Job]:
@@ -113,6 +117,9 @@ class SharedJobStore(BaseJobStore):  # type: ignore[misc]
             Exception: whatever the driver raises; the scheduler logs it and tries again.
         """
         self._pass = _Pass(now=now)
+        # A scheduler's thread makes one more pass after `shutdown`; it would open a connection that nobody closes.
+        if not self._open:
+            return self._pass
         self._pass.extend(job for job in self._shelf.due(now) if self._can_submit(job))
         return self._pass
 
@@ -124,8 +131,9 @@ class SharedJobStore(BaseJobStore):  # type: ignore[misc]
         done, self._pass = self._pass, _Pass()
         upcoming = None
         try:
-            self._shelf.flush()
-            upcoming = self._shelf.next_run_time(done.now)
+            if self._open:
+                self._shelf.flush()
+                upcoming = self._shelf.next_run_time(done.now)
         except Exception as error:  # noqa: BLE001 - an exception here ends the scheduler for good
             self._report(error)
             done.failed = True
@@ -295,7 +303,8 @@ class _Plain:
     def replace(self, job: Job) -> None:
         current = self._inner.lookup_job(job.id)
         if current is not None:
-            job.trigger, job.next_run_time = _schedule(current.trigger, current.next_run_time, job)
+            kept, asked = (current.trigger, current.next_run_time), (job.trigger, job.next_run_time)
+            job.trigger, job.next_run_time = _schedule(kept, asked)
         self._inner.update_job(job)
 
     def remove(self, job_id: str) -> None:
@@ -417,7 +426,7 @@ class _Swapped:
         raise _contended(job.id)
 
     def replace(self, job: Job) -> None:
-        asked = copy.copy(job)
+        asked = (job.trigger, job.next_run_time)
 
         def keep_schedule(state: bytes) -> None:
             try:
@@ -425,7 +434,7 @@ class _Swapped:
             except Exception as error:  # noqa: BLE001 - whatever a foreign pickle raises
                 logger.warning('Job "%s" is replaced although it cannot be loaded here: %s', job.id, error)
                 return
-            job.trigger, job.next_run_time = _schedule(current["trigger"], current["next_run_time"], asked)
+            job.trigger, job.next_run_time = _schedule((current["trigger"], current["next_run_time"]), asked)
 
         self._until_swapped(job, keep_schedule, insert=True)
 
@@ -674,11 +683,11 @@ def _table_of(store: BaseJobStore) -> _Table | None:
 # --- what `replace_existing` keeps -------------------------------------------------------------------------------------
 
 
-def _schedule(trigger: BaseTrigger, next_run_time: datetime | None, job: Job) -> tuple[BaseTrigger, datetime | None]:
-    """Return the trigger and next run time that a job keeps when it is replaced by `job`."""
-    if not _same(trigger, job.trigger):
-        return job.trigger, job.next_run_time
-    return trigger, next_run_time if _is_by_trigger(job) else job.next_run_time
+def _schedule(kept: _Schedule, asked: _Schedule) -> _Schedule:
+    trigger, next_run_time = kept
+    if not _same(trigger, asked[0]):
+        return asked
+    return trigger, next_run_time if _is_by_trigger(*asked) else asked[1]
 
 
 def _same(old: BaseTrigger, new: BaseTrigger) -> bool:
@@ -710,15 +719,15 @@ def _settings(trigger: BaseTrigger) -> Any:
     return trigger.__reduce_ex__(2)[2]
 
 
-def _is_by_trigger(job: Job) -> bool:
+def _is_by_trigger(trigger: BaseTrigger, next_run_time: datetime | None) -> bool:
     """Tell whether the next run time came from the trigger, not from the caller of `add_job`."""
-    trigger, jitter = _without_jitter(job.trigger)
-    now = datetime.now(timezone.utc).astimezone(job._scheduler.timezone)  # noqa: SLF001
-    if job.next_run_time is None:
-        return trigger.get_next_fire_time(None, now) is None
+    bare, jitter = _without_jitter(trigger)
+    now = datetime.now(timezone.utc)
+    if next_run_time is None:
+        return bare.get_next_fire_time(None, now) is None
     # It may have come and gone since the scheduler computed it.
-    fire_time = trigger.get_next_fire_time(None, min(now, job.next_run_time - jitter))
-    return fire_time is not None and bool(fire_time <= job.next_run_time <= fire_time + jitter)
+    fire_time = bare.get_next_fire_time(None, min(now, next_run_time - jitter))
+    return fire_time is not None and bool(fire_time <= next_run_time <= fire_time + jitter)
 
 
 def _without_jitter(trigger: BaseTrigger) -> tuple[BaseTrigger, timedelta]:
