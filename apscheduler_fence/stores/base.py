@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -44,13 +45,30 @@ class HeldLeases:
     limit: int | None = None
 
 
+_PASSWORD = re.compile(r"(?<=://)([^/?#]*?):[^/?#]*(?=@)|(?<=[?&])((?:ssl)?passw(?:or)?d)=[^&#]*", re.IGNORECASE)
+
+
+def masked(url: str) -> str:
+    """Return a URL as it may be shown: without its passwords."""
+    return _PASSWORD.sub(lambda found: f"{found[1]}:***" if found[1] is not None else f"{found[2]}=***", url)
+
+
 @dataclass(frozen=True, slots=True)
 class StoreDescription:
-    """Enough to open the same store in another process. It can be pickled."""
+    """Enough to open the same store in another process. It can be pickled, and its repr shows no password.
+
+    Attributes:
+        url: the store's URL, with its password.
+        namespace: the store's namespace.
+        options: the other arguments of the store's class, by name.
+    """
 
     url: str
     namespace: str = ""
     options: tuple[tuple[str, object], ...] = ()
+
+    def __repr__(self) -> str:
+        return f"StoreDescription({masked(self.url)!r}, {self.namespace!r}, {self.options!r})"
 
 
 class Store(Protocol):

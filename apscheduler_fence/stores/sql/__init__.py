@@ -1,0 +1,6 @@
+"""The store in an SQL database, through SQLAlchemy Core."""
+
+from apscheduler_fence.stores.sql.store import SqlStore
+from apscheduler_fence.stores.sql.tables import StoreClock, ddl
+
+__all__ = ["SqlStore", "StoreClock", "ddl"]
