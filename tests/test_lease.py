@@ -251,6 +251,10 @@ REFUSALS = {
     "replace, but the run that stands there is of a later slot": (
         Seen(NOW, replace(HELD, slot="s3"), None, row("s3", "running")), REPLACE, Refusal("held", "other", NOW + 1),
     ),
+    "replace, but the run that stands there is of the same time": (
+        Seen(NOW, HELD, None, replace(S1_RUNS, job="refund", slot_at=NOW)), REPLACE,
+        Refusal("held", "other", NOW + 1),
+    ),
     "replace, but nothing is recorded as running": (
         Seen(NOW, HELD, None, row("s1", "succeeded")), REPLACE, Refusal("held", "other", NOW + 1),
     ),
