@@ -55,6 +55,7 @@ _Schedule: TypeAlias = "tuple[BaseTrigger, datetime | None]"
 
 TRIES = 100  # each failed try means that somebody else's write succeeded
 BATCH = 100  # writes of the loop that share a transaction
+REMEMBERED = 10_000  # jobs that were warned about
 
 
 class SharedJobStore(BaseJobStore):  # type: ignore[misc]
@@ -224,6 +225,8 @@ class SharedJobStore(BaseJobStore):  # type: ignore[misc]
 
     def _leave_alone(self, job_id: str, reason: str) -> None:
         if self._left_alone.get(job_id) != reason:
+            if len(self._left_alone) >= REMEMBERED:
+                self._left_alone.clear()
             self._left_alone[job_id] = reason
             logger.warning('Job "%s" is left to other nodes: %s', job_id, reason)
 
@@ -347,6 +350,7 @@ class _Swapped:
         self._leave_alone = leave_alone
         self._earliest: float | None = None
         self._moves: list[_Move] = []
+        self._failing = False
         self._submitted: dict[str, _Submitted] = {}
 
     def get(self, job_id: str) -> Job | None:
@@ -359,13 +363,16 @@ class _Swapped:
 
     def due(self, now: datetime) -> list[Job]:
         self._moves.clear()
-        self._earliest = self._table.earliest(None)
-        if self._earliest is None or self._earliest > datetime_to_utc_timestamp(now):
+        self._failing = False
+        timestamp = datetime_to_utc_timestamp(now)
+        if not self._is_due(timestamp):
+            self._earliest = self._table.earliest(None)
+        if not self._is_due(timestamp):
             self._submitted.clear()
             return []
         jobs = []
         submitted: dict[str, _Submitted] = {}
-        for job in self._loadable(self._table.due(datetime_to_utc_timestamp(now))):
+        for job in self._loadable(self._table.due(timestamp)):
             known = self._submitted.get(job.id)
             if known is None or known.run_time != job.next_run_time:
                 jobs.append(job)
@@ -383,13 +390,16 @@ class _Swapped:
         else:
             job.next_run_time = job.trigger.get_next_fire_time(known.run_time, now)
         if job.next_run_time is None:
-            self._table.swap([_Move(job.id, job.state_read, b"", None)])
+            self._swap([_Move(job.id, job.state_read, b"", None)])
         else:
             self._moves.append(self._move(job, job.state_read))
 
+    def _is_due(self, timestamp: float) -> bool:
+        return self._earliest is not None and self._earliest <= timestamp
+
     def next_run_time(self, after: datetime | None) -> datetime | None:
         timestamp = datetime_to_utc_timestamp(after)
-        if after is None or (self._earliest is not None and self._earliest <= timestamp):
+        if after is None or self._is_due(timestamp):
             self._earliest = self._table.earliest(timestamp)
         time: datetime | None = utc_timestamp_to_datetime(self._earliest)
         return time
@@ -463,7 +473,8 @@ class _Swapped:
 
     def finish(self, job: _ReadJob) -> None:
         self._remember(job, None)
-        self._table.swap([_Move(job.id, job.state_read, b"", None)])
+        # At once, because a listener may be about to add a job with the same ID.
+        self._swap([_Move(job.id, job.state_read, b"", None)])
 
     def _remember(self, job: _ReadJob, next_run_time: datetime | None) -> None:
         if job.run_time_read is not None:
@@ -473,7 +484,14 @@ class _Swapped:
         moves, self._moves = self._moves, []
         if moves:
             # In the same order on every node, or two of them would wait for each other's rows.
-            self._table.swap(sorted(moves, key=lambda move: move.id))
+            self._swap(sorted(moves, key=lambda move: move.id))
+
+    def _swap(self, moves: Sequence[_Move]) -> None:
+        # A database that is down is asked once in a pass, not once for each job: each time may be a timeout.
+        if not self._failing:
+            self._failing = True
+            self._table.swap(moves)
+            self._failing = False
 
     def _move(self, job: Job, old: bytes = b"") -> _Move:
         # The mark makes every write differ from all others, so that equal bytes are the very write that was read.

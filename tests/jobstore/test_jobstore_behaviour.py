@@ -60,12 +60,13 @@ def test_the_loop_survives_a_job_that_another_node_removed(node, other, add_due)
 
 @pytest.mark.parametrize("add_due", [add, add_date], ids=["periodic", "date"])
 @pytest.mark.backends("memory", *SWAPPING)
-def test_the_loop_survives_a_job_that_removes_itself(node, add_due):
-    """A function that is called inside the loop may remove its own job."""
+def test_the_loop_survives_a_job_that_removes_itself(node, add_due, caplog):
+    """A function that is called inside the loop may remove its own job, and that is not an error of the store."""
     add_due(node)
     node.executor.meanwhile = lambda: node.scheduler.remove_job("job")
-    node.turn()
+    assert node.turn() <= 1
     assert node.scheduler.get_jobs() == []
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 def test_who_removes_a_job_that_is_gone_is_told(node, other):
@@ -157,6 +158,35 @@ def test_errors_are_raised_to_users(node, broken):
         ):
             with pytest.raises(Exception, match=r"misplaced|no such|not exist|doesn't|WRONGTYPE"):
                 call()
+
+
+@pytest.mark.backends("sqlite")
+@pytest.mark.parametrize("add_due", [add, add_date], ids=["update_job", "remove_job"])
+def test_a_database_that_is_down_is_asked_once_in_a_pass(node, broken, add_due):
+    """After the first failed write the loop does not wait for the database again and again."""
+    for number in range(250):
+        add_due(node, f"job {number}")
+    with broken_from_submission(node, broken):
+        statements = counted_statements(node)
+        node.turn()
+    assert len(node.executor.ids) == 250
+    assert statements[0] <= 4
+    assert_written_back_without_a_second_run(node)
+
+
+def assert_written_back_without_a_second_run(node):
+    node.turn()
+    assert len(node.executor.ids) == 250
+    assert all(job.next_run_time > datetime.now(UTC) for job in node.scheduler.get_jobs())
+
+
+@pytest.mark.backends("postgresql")
+def test_a_broken_connection_is_replaced_within_the_call(node, postgresql):
+    """After the database has ended all connections, neither the loop nor a user sees an error."""
+    for call in (lambda: add(node), node.turn, lambda: node.scheduler.remove_job("job")):
+        postgresql.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname LIKE 'test%'")
+        call()
+    assert node.executor.ids == ["job"]
 
 
 @pytest.mark.backends("sqlite", "redis")
@@ -427,6 +457,17 @@ def counted_statements(node):
     return counts
 
 
+@pytest.mark.backends("sqlite", "postgresql", "mariadb")
+def test_a_run_costs_no_more_statements_than_the_plain_store_needs(node):
+    """A pass that was waited for reads the due jobs, writes them back and asks for the next run time."""
+    add(node, next_run_time=ago(-0.2))
+    time.sleep(node.turn())
+    statements = counted_statements(node)
+    node.turn()
+    assert node.executor.ids == ["job"]
+    assert statements == [3]
+
+
 @pytest.mark.backends("sqlite")
 def test_the_jobs_of_one_pass_share_transactions(node):
     """A thousand due jobs are written back in ten statements, not in a thousand."""
@@ -629,18 +670,17 @@ def test_replacing_is_atomic(node, other, monkeypatch, job_removed):
     """A job that is changed or removed between the attempt to add it and the replacement is replaced nevertheless."""
     add(node)
     kept = datetime(2098, 1, 1, tzinfo=UTC)
-    look_up = node.store._shelf._table.get
+    swap = node.store._shelf._table.swap
 
-    def get(job_id):
+    def swap_too_late(moves):
         monkeypatch.undo()
-        found = look_up(job_id)
         if job_removed:
-            other.scheduler.remove_job(job_id)
+            other.scheduler.remove_job("job")
         else:
-            other.scheduler.modify_job(job_id, next_run_time=kept)
-        return found
+            other.scheduler.modify_job("job", next_run_time=kept)
+        return swap(moves)
 
-    monkeypatch.setattr(node.store._shelf._table, "get", get)
+    monkeypatch.setattr(node.store._shelf._table, "swap", swap_too_late)
     again(node, "interval", hours=1, args=(2,))
     found = other.scheduler.get_job("job")
     assert found.args == (2,)

@@ -113,6 +113,14 @@ def test_an_id_belongs_to_one_job(store, make_job):
     assert store.lookup_job("job").name == "first"
 
 
+def test_a_job_is_not_its_own_excuse(store, make_job):
+    """Adding the very same job again is refused too."""
+    job = make_job()
+    store.add_job(job)
+    with pytest.raises(ConflictingIdError):
+        store.add_job(job)
+
+
 def test_due_jobs_come_in_the_order_of_their_run_times(store, make_job):
     """Jobs are due from their run time on, the earliest first; paused jobs never are."""
     for job_id, time in [("third", 3), ("first", 1), ("later", 4), ("second", 2)]:
