@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta, timezone
 
 import jobstore_jobs
@@ -699,29 +700,29 @@ def test_without_replace_existing_one_worker_adds_and_the_others_are_told(store_
 
 
 def outcomes_of_starting_together(store_url, *, replace_existing):
-    barrier = threading.Barrier(6)
-    outcomes = []
+    barrier = threading.Barrier(6, timeout=20)
+    # Made here, because SQLAlchemy imports a dialect at first use, and not safely from several threads.
+    stores = [SharedJobStore(**inner_options(store_url)) for _ in range(6)]
 
-    def start():
-        store = SharedJobStore(**inner_options(store_url))
+    def start(store):
         scheduler = HandScheduler(jobstores={"default": store}, executors={"default": Recorder()})
-        barrier.wait()
-        scheduler.start()
-        barrier.wait()
         try:
+            barrier.wait()
+            scheduler.start()
+            barrier.wait()
             scheduler.add_job(jobstore_jobs.nothing, "interval", hours=1, id="job", replace_existing=replace_existing)
-            outcomes.append("added")
         except ConflictingIdError:
-            outcomes.append("conflict")
+            return "conflict"
+        except Exception as error:  # noqa: BLE001 - reported as an outcome
+            barrier.abort()
+            return repr(error)
         finally:
-            scheduler.shutdown()
+            if scheduler.running:
+                scheduler.shutdown()
+        return "added"
 
-    workers = [threading.Thread(target=start) for _ in range(6)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    return outcomes
+    with ThreadPoolExecutor(6) as workers:
+        return [outcome.result() for outcome in [workers.submit(start, store) for store in stores]]
 
 
 # --- stores with a format of their own ---------------------------------------------------------------------------------
