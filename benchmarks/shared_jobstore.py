@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import subprocess
 import sys
 import tempfile
@@ -94,6 +95,7 @@ def node(given: dict[str, Any]) -> None:
     """Runs one node for the time of the measurement and prints what it did and cost."""
     import shared_jobstore  # noqa: PLC0415
 
+    logging.getLogger("apscheduler").setLevel(logging.ERROR)
     configuration, url = given["configuration"], given["url"]
     store = store_of(configuration, url)
     engine = getattr(store, "_inner", store).engine

@@ -484,6 +484,22 @@ def test_the_jobs_of_one_pass_share_transactions(node):
     assert all(job.next_run_time > datetime.now(UTC) for job in node.scheduler.get_jobs())
 
 
+@pytest.mark.backends("sqlite")
+def test_every_node_writes_in_the_same_order(node):
+    """Rows are written in the order of their IDs, whatever the order of their run times, so that nodes never deadlock."""
+    for age, job_id in enumerate(["c", "a", "b"]):
+        add(node, job_id, next_run_time=ago(age + 1))
+    written = []
+
+    def note(_, __, statement, parameters, *___):
+        if statement.startswith("UPDATE"):
+            written.extend(row[-2] for row in parameters)
+
+    sqlalchemy.event.listen(node.store._inner.engine, "before_cursor_execute", note)
+    node.turn()
+    assert written == ["a", "b", "c"]
+
+
 # --- jobs that this node cannot run ------------------------------------------------------------------------------------
 
 
