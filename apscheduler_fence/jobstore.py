@@ -190,6 +190,8 @@ class SharedJobStore(BaseJobStore):  # type: ignore[misc]
         Raises:
             JobLookupError: there is no such job. Never raised to the scheduler's loop.
         """
+        # A function that an executor calls inside the loop and that removes its own job is taken for the loop as well: a
+        # change made elsewhere since the pass began then keeps the job.
         job = self._pass.in_hand
         if job is None or job.id != job_id:
             self._shelf.remove(job_id)

@@ -44,8 +44,10 @@ class Cluster:
         settings = {"jobstore": {**inner_options(self._url), "poll": POLL}, "store": self._url, **settings}
         started = [self._stack.enter_context(Node(SCRIPT, json.dumps(settings), env=env)) for _ in range(count)]
         self.nodes += started
-        for node in started:
-            node.receive(20, passes=1)
+        deadline = time.monotonic() + 30
+        while not all(passes(node) for node in started):
+            assert time.monotonic() < deadline, [node.stderr[-2000:] for node in started]
+            time.sleep(0.02)
         return started
 
     def runs(self):
@@ -74,7 +76,8 @@ class Cluster:
 
 
 def passes(node):
-    return [message["passes"] for message in node.messages if "passes" in message][-1]
+    """How many passes the loop of a node had completed when it last told."""
+    return next((message["passes"] for message in reversed(node.messages) if "passes" in message), 0)
 
 
 @pytest.fixture
