@@ -13,12 +13,12 @@ import inspect
 import itertools
 import logging
 import os
-import queue
 import threading
 import weakref
+from asyncio import CancelledError
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta, timezone
+from datetime import datetime, timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -31,6 +31,7 @@ from apscheduler_fence.errors import ConfigError
 from apscheduler_fence.keeper import Settings
 from apscheduler_fence.policy import OPTIONS, Policy, duration_option, label_of, parse_options, resolve
 from apscheduler_fence.runner import (
+    Event,
     Node,
     Run,
     Terms,
@@ -55,9 +56,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# An inner executor would log a refused slot as "executed successfully". Disabled by name, so in pool children too.
+# An inner executor would log a refused slot as "executed successfully". Silenced by name, so in pool children too, and
+# by a filter: `logging.config.dictConfig` enables loggers again that were disabled, but leaves their filters alone.
 SILENCED = "apscheduler_fence.inner"
-logging.getLogger(SILENCED).disabled = True
+logging.getLogger(SILENCED).addFilter(lambda _: False)
 
 STORE_VARIABLE = "APSCHEDULER_FENCE_STORE"
 STORE_OPTIONS = ("create_tables", "table_prefix", "schema", "timeout", "min_replicas")
@@ -105,10 +107,7 @@ class FencedExecutor(BaseExecutor):  # type: ignore[misc]
         super().__init__()
         self._namespace = validate_name(namespace, "namespace") if namespace else ""
         self._inner_choice = inner
-        self._policies = {
-            job_id: None if given is None else parse_options(given, f"policies[{job_id!r}]")
-            for job_id, given in (policies or {}).items()
-        }
+        self._policies = _read_policies(policies)
         self._defaults = parse_options({name: options.pop(name) for name in OPTIONS if name in options}, "executor")
         self._store_timeout = duration_option("timeout", timedelta(milliseconds=10))(options.get("timeout", 2.0))
         self._store: Store = open_store(
@@ -116,15 +115,21 @@ class FencedExecutor(BaseExecutor):  # type: ignore[misc]
             self._namespace,
             **{name: options.pop(name) for name in STORE_OPTIONS if name in options},
         )
+        if str(options.get("max_workers")).isdecimal():  # the tornado executor takes no text
+            options["max_workers"] = int(options["max_workers"])
         self._inner_options = options
         self._max_catch_up = _count(max_catch_up, "max_catch_up")
+        patience = duration_option("store_patience", timedelta(0))(store_patience).total_seconds()
+        kept_for = duration_option("retention", timedelta(minutes=1), timedelta(days=36500))(retention)
         self._terms = Terms(
-            store_patience=duration_option("store_patience", timedelta(0))(store_patience).total_seconds(),
+            store_patience=patience,
             max_early=duration_option("max_early", timedelta(0))(max_early),
-            retention=duration_option("retention", timedelta(minutes=1), timedelta(days=36500))(retention),
+            retention=kept_for,
             keeper=Settings(
                 sweep=duration_option("sweep", timedelta(milliseconds=50))(sweep),
                 lock_at_most=resolve(self._defaults).lock_at_most,
+                patience=patience,
+                retention=kept_for,
             ),
         )
         self._node = Node(self._store, self._terms, self._hear)
@@ -133,11 +138,14 @@ class FencedExecutor(BaseExecutor):  # type: ignore[misc]
         self._on_loop = False
         self._stopped = False
         self._tickets = itertools.count(1)
-        self._submitted: dict[str, Run] = {}
-        self._running: dict[tuple[str, str], int] = collections.defaultdict(int)
         self._pool: concurrent.futures.ThreadPoolExecutor | None = None
-        self._hop: Hop = _Courier()
+        self._forget_runs()
         _forget_after_fork(self)
+
+    def _forget_runs(self) -> None:
+        self._submitted: dict[str, _Submission] = {}
+        self._running: collections.Counter[tuple[str, str]] = collections.Counter()
+        self._hop: Hop = _Courier()
 
     # --- life ---------------------------------------------------------------------------------------------------------
 
@@ -163,6 +171,10 @@ class FencedExecutor(BaseExecutor):  # type: ignore[misc]
 
     def _build_inner(self, scheduler: BaseScheduler) -> BaseExecutor:
         choice, options = self._inner_choice, self._inner_options
+        if isinstance(choice, FencedExecutor) or choice == "fenced":
+            raise ConfigError(
+                "inner= must be another executor: a fenced one in a fenced one would claim every slot twice"
+            )
         if isinstance(choice, BaseExecutor):
             if options:
                 raise ConfigError(f"unknown option {', '.join(sorted(options))}: inner= is an instance and takes none")
@@ -177,6 +189,9 @@ class FencedExecutor(BaseExecutor):  # type: ignore[misc]
                 f"unknown option among {', '.join(sorted(options)) or 'none'}: neither this executor nor the inner one "
                 f"takes it ({error})"
             ) from error
+        except ValueError as error:
+            given = ", ".join(f"{name}={value!r}" for name, value in sorted(options.items()))
+            raise ConfigError(f"the inner executor does not take {given}: {error}") from error
         except LookupError as error:
             raise ConfigError(f"inner={choice!r}: {error}") from error
 
@@ -186,20 +201,22 @@ class FencedExecutor(BaseExecutor):  # type: ignore[misc]
             self._inner.shutdown(wait)
         if self._scheduler is not None:
             self._scheduler.remove_listener(self._job_added)
-        with self._lock or threading.Lock():
-            self._stopped = True
-        self._close_pool_when_idle()
-        self._node.keeper.stop()
-        if wait and not self._on_loop and not self._node.keeper.held:
+        self._stopped = True
+        if self._rest_when_idle() and wait and not self._on_loop:
             self._node.keeper.join(self._terms.store_patience)
 
-    def _close_pool_when_idle(self) -> None:
-        # A cancelled coroutine submits its settle after shutdown() has returned.
-        if self._stopped and not self._submitted and self._pool is not None:
+    def _rest_when_idle(self) -> bool:
+        # Not before: a cancelled coroutine submits its settle, and a queued run claims, after shutdown() has returned.
+        if not self._stopped or self._submitted:
+            return False
+        if self._pool is not None:
             self._pool.shutdown(wait=False)
+        self._node.keeper.stop()
+        return True
 
     def forget(self) -> None:
         """In a forked child: leases, connections and threads are the parent's."""
+        self._forget_runs()
         self._node.forget()
         self._store.forget()
 
@@ -213,33 +230,51 @@ class FencedExecutor(BaseExecutor):  # type: ignore[misc]
         """
         assert self._lock is not None  # noqa: S101 - as in APScheduler: the executor has been started
         assert self._inner is not None  # noqa: S101
-        key = (job._jobstore_alias, job.id)
         try:
             run = self._run_of(job, run_times)
         except ConfigError as error:
-            self._refuse(job, run_times, error)
+            logger.error('Job "%s" was not run: %s', job.id, error)
+            for run_time in run_times[-self._max_catch_up :]:
+                self._hop(partial(self._scheduler._dispatch_event, _config_failed(job, run_time, error)))
             return
+        key = (run.jobstore, run.job_id)
         with self._lock:
             if self._running[key] >= job.max_instances:
                 raise MaxInstancesReachedError(job)
             self._running[key] += 1
             ticket = f"{job.id}#{next(self._tickets)}"
-            self._submitted[ticket] = run
+            submission = self._submitted[ticket] = _Submission(run)
+        look_alike = _LookAlike(ticket, self._carried(ticket, submission), job._jobstore_alias)
         try:
-            self._inner.submit_job(_LookAlike(ticket, self._carried(run), job._jobstore_alias), run_times)
+            # One run time stands for all of them: the inner executor would call the function once for each.
+            self._inner.submit_job(look_alike, run.run_times[-1:])
         except BaseException:
             self._take_ticket(ticket)
             raise
+        finally:
+            self._discount(ticket)
 
     def _do_submit_job(self, job: Job, run_times: Sequence[datetime]) -> None:
         raise NotImplementedError("submit_job is overridden whole")
 
-    def _carried(self, run: Run) -> Callable[[], Any]:
+    def _carried(self, ticket: str, submission: _Submission) -> Callable[[], Any]:
+        run = submission.run
         if self._in_children:
             return partial(run_in_child, run, self._store.describe(), self._terms)
         if awaits(run.function) and self._pool is not None:
             return partial(run_on_loop, run, self._node, self._pool)
-        return partial(run_here, run, self._node)
+        return partial(self._carry, ticket, submission)
+
+    def _carry(self, ticket: str, submission: _Submission) -> list[Event]:
+        # Against _inner_failed: each side first says what it does and then looks at what the other has said.
+        submission.entered = True
+        if submission.given_up:
+            submission.events = [failed(submission.run, at, CancelledError()) for at in submission.run.run_times]
+        else:
+            submission.events = run_here(submission.run, self._node)
+        if submission.given_up:
+            self._hop(partial(self._deliver, ticket, submission.events))
+        return submission.events
 
     def _run_of(self, job: Job, run_times: Sequence[datetime]) -> Run:
         policy = self._policy_of(job)
@@ -251,8 +286,7 @@ class FencedExecutor(BaseExecutor):  # type: ignore[misc]
                 'Job "%s" is %d run times behind: the oldest %d are dropped, the newest %d run (max_catch_up)',
                 job.id, len(run_times), dropped, self._max_catch_up,
             )  # fmt: skip
-        name = policy.name if policy is not None else None
-        cluster_name = job_name(job.id, jobstore=job._jobstore_alias, namespace=self._namespace, name=name)
+        cluster_name = self._name_of(job, policy)
         shared = policy.lease if policy is not None else None
         return Run(
             job_id=job.id,
@@ -267,6 +301,10 @@ class FencedExecutor(BaseExecutor):  # type: ignore[misc]
             policy=policy,
             misfire_grace_time=job.misfire_grace_time,
         )
+
+    def _name_of(self, job: Job, policy: Policy | None) -> str:
+        name = policy.name if policy is not None else None
+        return job_name(job.id, jobstore=job._jobstore_alias, namespace=self._namespace, name=name)
 
     def _policy_of(self, job: Job) -> Policy | None:
         label = label_of(job.func)
@@ -289,54 +327,64 @@ class FencedExecutor(BaseExecutor):  # type: ignore[misc]
                 "class: schedule a bound method or a function instead"
             )
 
-    def _refuse(self, job: Job, run_times: Sequence[datetime], error: ConfigError) -> None:
-        logger.error('Job "%s" was not run: %s', job.id, error)
-        for run_time in run_times:
-            event = JobExecutionEvent(EVENT_JOB_ERROR, job.id, job._jobstore_alias, run_time, exception=error)
-            self._hop(partial(self._scheduler._dispatch_event, event))
-
     # --- up: from the inner executor to the scheduler -----------------------------------------------------------------
 
     def _take_ticket(self, ticket: str) -> Run | None:
         assert self._lock is not None  # noqa: S101 - as above
         with self._lock:
-            run = self._submitted.pop(ticket, None)
-            if run is not None:
-                key = (run.jobstore, run.job_id)
-                self._running[key] -= 1
-                if not self._running[key]:
-                    del self._running[key]
-        return run
+            submission = self._submitted.pop(ticket, None)
+            if submission is None:
+                return None
+            key = (submission.run.jobstore, submission.run.job_id)
+            self._running[key] -= 1
+            if not self._running[key]:
+                del self._running[key]
+            return submission.run
+
+    def _discount(self, ticket: str, by: int = 0) -> None:
+        # What ends inside submit_job leaves a count of zero behind; tickets being unique, these would pile up.
+        inner = self._inner
+        if inner is not None and inner._lock is not None:
+            with inner._lock:
+                inner._instances[ticket] -= by
+                if not inner._instances[ticket]:
+                    del inner._instances[ticket]
 
     def _returned(self, event: JobExecutionEvent) -> None:
         """The inner executor has carried a run to its end."""
-        run = self._take_ticket(event.job_id)
-        if run is None:
+        submission = self._submitted.get(event.job_id)
+        if submission is None:
             return
-        result = event.retval
+        run, result = submission.run, event.retval
         if inspect.iscoroutine(result):
             result.close()
             result = [failed(run, at, never_awaited(run.function)) for at in run.run_times]
             logger.error('Job "%s" was not run: %s', run.job_id, result[0].exception)
         elif event.code != EVENT_JOB_EXECUTED:
+            logger.error('Job "%s": its run ended without an answer: %r', run.job_id, event.exception)
             result = [failed(run, at, event.exception, event.traceback) for at in run.run_times]
-        for each in result:
-            self._scheduler._dispatch_event(each)
-        self._close_pool_when_idle()
+        self._deliver(event.job_id, result)
 
     def _inner_failed(self, ticket: str, error: BaseException, _traceback: object = None) -> None:
-        """The inner executor could not carry a run: a pool child died, or something did not survive pickling."""
-        inner = self._inner
-        if inner is not None and inner._lock is not None:
-            with inner._lock:
-                inner._instances.pop(ticket, None)
-        run = self._take_ticket(ticket)
-        if run is None:
+        """The inner executor could not carry a run: a pool child died, something did not survive pickling, a shutdown."""
+        self._discount(ticket, by=1)
+        submission = self._submitted.get(ticket)
+        if submission is None:
             return
-        logger.error('Job "%s": its run ended without an answer: %r', run.job_id, error)
-        for at in run.run_times:
-            self._scheduler._dispatch_event(failed(run, at, error))
-        self._close_pool_when_idle()
+        submission.given_up = True
+        if submission.events is not None:
+            self._deliver(ticket, submission.events)
+        elif not submission.entered:
+            run = submission.run
+            logger.error('Job "%s": its run ended without an answer: %r', run.job_id, error)
+            self._deliver(ticket, [failed(run, at, error) for at in run.run_times])
+
+    def _deliver(self, ticket: str, events: Sequence[Event]) -> None:
+        if self._take_ticket(ticket) is None:
+            return
+        for event in events:
+            self._scheduler._dispatch_event(event)
+        self._rest_when_idle()
 
     def _hear(self, event: FenceEvent) -> None:
         """An event from the keeper's thread, on which no listener may run."""
@@ -355,20 +403,36 @@ class FencedExecutor(BaseExecutor):  # type: ignore[misc]
         policy = self._policy_of(job)
         if policy is None:
             return
+        job._jobstore_alias = event.jobstore
         try:
-            job_name(job.id, jobstore=event.jobstore, namespace=self._namespace, name=policy.name)
-            job._jobstore_alias = event.jobstore
+            self._name_of(job, policy)
             self._check_identity(job, policy)
         except ConfigError as error:
             logger.error('Job "%s" will not run: %s', job.id, error)
-        for warning in trigger_warnings(job.trigger, added_at=datetime.now(timezone.utc)):
-            logger.warning('Job "%s": %s', job.id, warning)
+            self._scheduler._dispatch_event(_config_failed(job, job.next_run_time, error))
+        if policy.slot is None:
+            for warning in trigger_warnings(job.trigger, added_at=datetime.now().astimezone()):
+                logger.warning('Job "%s": %s', job.id, warning)
         if self._store_timeout > policy.lock_at_most / 3:
             logger.warning(
                 'Job "%s": the store may take %s to fail, which is more than a third of lock_at_most (%s): lower '
                 "timeout= or raise lock_at_most=",
                 job.id, self._store_timeout, policy.lock_at_most,
             )  # fmt: skip
+
+
+def _config_failed(job: Job, run_time: datetime | None, error: ConfigError) -> JobExecutionEvent:
+    return JobExecutionEvent(EVENT_JOB_ERROR, job.id, job._jobstore_alias, run_time, exception=error)
+
+
+@dataclass(slots=True, eq=False)
+class _Submission:
+    """A run in the inner executor's hands, which may give it up while its thread goes on."""
+
+    run: Run
+    entered: bool = False
+    events: list[Event] | None = None
+    given_up: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -404,54 +468,55 @@ Hop: TypeAlias = Callable[[Callable[[], None]], object]
 
 
 class _Courier:
-    """Calls what it is given, in order, on a thread of its own that goes away when there is nothing to do."""
-
-    IDLE = 5.0
+    """Calls what it is given, in order, on a thread that lasts as long as there is something to call."""
 
     def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._calls: collections.deque[Callable[[], None]] = collections.deque()
         self._lock = threading.Lock()
-        self._waiting = False
+        self._running = False
 
     def __call__(self, act: Callable[[], None]) -> None:
         with self._lock:
-            self._calls.put(act)
-            if not self._waiting:
-                self._waiting = True
+            self._calls.append(act)
+            if not self._running:
                 threading.Thread(target=self._run, name="apscheduler-fence-events", daemon=True).start()
+                self._running = True
 
     def _run(self) -> None:
         while True:
+            with self._lock:
+                if not self._calls:
+                    self._running = False
+                    return
+                act = self._calls.popleft()
             try:
-                act = self._calls.get(timeout=self.IDLE)
-            except queue.Empty:
-                with self._lock:
-                    if self._calls.empty():
-                        self._waiting = False
-                        return
-                continue
-            act()
+                act()
+            except Exception:
+                logger.exception("An event could not be delivered")
 
 
 def _hop_for(scheduler: BaseScheduler) -> tuple[Hop, bool]:
     """How a thread gets something called where the scheduler runs, and whether that is an event loop."""
     if getattr(scheduler, "_eventloop", None) is not None:
-        return _or_here(scheduler._eventloop.call_soon_threadsafe), True
+        return _or_by_courier(scheduler._eventloop.call_soon_threadsafe), True
     if getattr(scheduler, "_ioloop", None) is not None:
-        return _or_here(scheduler._ioloop.add_callback), True
+        # Not its own add_callback, which swallows what comes after the loop was closed.
+        return _or_by_courier(scheduler._ioloop.asyncio_loop.call_soon_threadsafe), True
     if getattr(scheduler, "_reactor", None) is not None:
-        return _or_here(scheduler._reactor.callFromThread), True
+        return scheduler._reactor.callFromThread, True
     if any(cls.__module__ == "apscheduler.schedulers.gevent" for cls in type(scheduler).__mro__):
         return _gevent_hop(), True
     return _Courier(), False
 
 
-def _or_here(hop: Hop) -> Hop:
+def _or_by_courier(hop: Hop) -> Hop:
+    courier = _Courier()
+
     def to_loop(act: Callable[[], None]) -> None:
         try:
             hop(act)
         except RuntimeError:  # the loop is closed; what is said must still be heard
-            act()
+            courier(act)
 
     return to_loop
 
@@ -459,9 +524,8 @@ def _or_here(hop: Hop) -> Hop:
 def _gevent_hop() -> Hop:
     import gevent  # noqa: PLC0415 - only its own scheduler's users have it
 
-    hub = gevent.get_hub()
     waiting: collections.deque[Callable[[], None]] = collections.deque()
-    watcher = hub.loop.async_()
+    watcher = gevent.get_hub().loop.async_(ref=False)  # which does not keep the hub going by itself
 
     def wake() -> None:
         while waiting:
@@ -479,7 +543,7 @@ def _gevent_hop() -> Hop:
 # --- reading options --------------------------------------------------------------------------------------------------
 
 
-def _given_store(store: object) -> object:
+def _given_store(store: object) -> Any:
     given = store if store is not None and store != "" else os.environ.get(STORE_VARIABLE)
     if not given:
         raise ConfigError(
@@ -487,6 +551,22 @@ def _given_store(store: object) -> object:
             f"{STORE_VARIABLE}"
         )
     return given
+
+
+def _read_policies(given: object) -> dict[str, dict[str, Any] | None]:
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"policies={given!r} is not a mapping from job IDs to options")
+    policies: dict[str, dict[str, Any] | None] = {}
+    for job_id, options in given.items():
+        if options is None or (isinstance(options, str) and options.strip().lower() in ("", "none")):
+            policies[job_id] = None
+        elif isinstance(options, Mapping):
+            policies[job_id] = parse_options(options, f"policies[{job_id!r}]")
+        else:
+            raise ConfigError(f"policies[{job_id!r}]={options!r} is neither a mapping of options nor None")
+    return policies
 
 
 def _count(value: object, option: str) -> int:
@@ -521,4 +601,4 @@ def _is_callable_instance(function: object) -> bool:
 
 
 def _is_class_of_callables(function: object) -> bool:
-    return inspect.isclass(function) and "__call__" in vars(function)
+    return inspect.isclass(function) and any("__call__" in vars(cls) for cls in function.__mro__)

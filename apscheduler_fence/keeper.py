@@ -15,9 +15,9 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from apscheduler_fence.errors import StoreError
+from apscheduler_fence.errors import ConfigError, StoreError
 from apscheduler_fence.events import EVENT_JOB_LOST, EVENT_LEASE_LOST, EVENT_LEASE_OVERDUE, LeaseEvent, in_time
-from apscheduler_fence.lease import Change, Execution, Key, abandon, broken, renew, settled
+from apscheduler_fence.lease import Change, Execution, Key, abandon, broken, move_state, renew, settled
 from apscheduler_fence.policy import Instant, elapsed, in_micros, instant
 from apscheduler_fence.stores.base import HeldLeases, Store
 
@@ -36,6 +36,8 @@ IDLE = 3600.0
 DAY = 86400.0
 SWEEP_LIMIT = 200
 """Abandoned leases ended per sweep; a node that finds more goes on at once."""
+PRUNE_LIMIT = 1000
+"""Records deleted per round; a node that finds more goes on after its next sweep."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,30 +124,43 @@ class Keeper:
 
     def forget(self) -> None:
         """Start with nothing held: also in a forked child, to which none of its parent's leases belong."""
+        for hold in getattr(self, "_holds", ()):
+            hold.lost = hold.ended = True
         self._wake = threading.Condition()
+        self._nudged = False
+        self._name: str | None = None
         self._holds: list[Hold] = []
         self._unsettled: list[_Unsettled] = []
         self._thread: threading.Thread | None = None
         self._stopping: Instant | None = None
         self._round: Instant = self.clock()
         self._failing = False
+        self._misconfigured = False
         self._trouble: Instant | None = None
         self._swept: Instant | None = None
         self._pruned: Instant | None = None
-        self._unannounced: list[Change] = []
+        self._unannounced: list[tuple[Change, str]] = []
 
     def start(self, name: str) -> None:
         """Start the thread. It does its first I/O by itself."""
         with self._wake:
-            self._stopping = None
-            if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._run, name=f"apscheduler-fence-keeper-{name}", daemon=True)
-                self._thread.start()
+            self._name, self._stopping = name, None
+            self._ensure_thread()
+
+    def _ensure_thread(self) -> None:
+        # Also for a run that begins after stop(): a pool that is shut down still works off its queue.
+        if self._thread is None and self._name is not None:
+            name = f"apscheduler-fence-keeper-{self._name}"
+            self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+            self._thread.start()
+        self._nudged = True
+        self._wake.notify_all()
 
     def stop(self) -> None:
         """Let the thread end as soon as nothing is held and every settle was answered, and the store be closed."""
         with self._wake:
             self._stopping = self.clock()
+            self._nudged = True
             self._wake.notify_all()
 
     def join(self, timeout: float) -> None:
@@ -166,19 +181,22 @@ class Keeper:
             if not self._holds:
                 self._round = hold.since
             self._holds.append(hold)
-            self._wake.notify_all()
+            self._ensure_thread()
 
     def drop(self, hold: Hold) -> None:
         """Stop renewing: the run has been settled, or its lease belongs to somebody else."""
         with self._wake:
             if hold in self._holds:
                 self._holds.remove(hold)
+            if self._stopping is not None:
+                self._nudged = True
             self._wake.notify_all()
 
     def settle_later(self, hold: Hold, change: Change) -> None:
         """Repeat a settle that got no answer until it gets one."""
         with self._wake:
             self._unsettled.append(_Unsettled(hold, change))
+            self._ensure_thread()
         self.drop(hold)
 
     def drain(self, timeout: float) -> None:
@@ -190,13 +208,15 @@ class Keeper:
 
     def _run(self) -> None:
         while True:
+            with self._wake:
+                self._nudged = False
             wait = self._guarded(self.step, default=1.0)
             with self._wake:
-                if self._finished():
-                    break
-                if wait > 0:
+                # What was added while step() was at work is not in its answer.
+                if not self._nudged and not self._finished() and wait > 0:
                     self._wake.wait(min(wait, threading.TIMEOUT_MAX))
                 if self._finished():
+                    self._thread = None
                     break
         self._guarded(self.store.close, default=None)
 
@@ -210,6 +230,10 @@ class Keeper:
             return act()
         except StoreError as error:
             self._stumble(error)
+        except ConfigError as error:
+            if not self._misconfigured:
+                logger.error("The store cannot work as it is set up: %s", error)
+            self._misconfigured = True
         except Exception:
             logger.exception("The keeper goes on after an error of its own")
         return default
@@ -308,7 +332,7 @@ class Keeper:
     def unrecorded(self, hold: Hold, change: Change) -> None:
         """A run ended after its lease had gone to somebody else: say so, once; its outcome is not recorded."""
         hold.lost = True
-        outcome = ", ".join(move.state for move in change.executions if hasattr(move, "state"))
+        outcome = ", ".join(move_state(move) for move in change.executions)
         logger.warning(
             "Outcome of %s (%s) not recorded: the lease under token %s, holder %s, was gone when it ended",
             hold.execution_id, outcome, hold.grant.token, hold.grant.holder,
@@ -328,8 +352,8 @@ class Keeper:
         if self._pruned is None:
             self._pruned = now
         if elapsed(self._pruned, now) >= prune:
-            self._pruned = now
-            self._guarded(self._prune, None)
+            full = self._guarded(self._prune, default=0) >= PRUNE_LIMIT
+            self._pruned = self._pruned if full else now
         if self._swept is None:
             return 0.05 if self._may_sweep(now) else sweep
         return max(0.05, sweep - elapsed(self._swept, now))
@@ -339,12 +363,13 @@ class Keeper:
         return self._trouble is None or elapsed(self._trouble, now) >= self.settings.lock_at_most.total_seconds()
 
     def _sweep(self) -> int:
-        for unanswered in [*self._unannounced]:
+        for unanswered, holder in [*self._unannounced]:
             lost = unanswered.displaced
             if lost is not None and broken(self.store.read(Key(lost.lease, lost.job, lost.slot)), unanswered):
-                self.announce(lost)
-            self._unannounced.remove(unanswered)
-        mine = {hold.grant.holder for hold in self.held}
+                self.announce(lost, holder)
+            self._unannounced.remove((unanswered, holder))
+        with self._wake:
+            mine = {hold.grant.holder for hold in [*self._holds, *(item.hold for item in self._unsettled)]}
         found = list(self.store.held_leases(HeldLeases(expired=True, limit=SWEEP_LIMIT)))
         for seen in found:
             if seen.lease is None or seen.lease.holder in mine:
@@ -352,37 +377,42 @@ class Keeper:
             change = abandon(seen, self.nonce(), keep_for=in_micros(self.settings.retention))
             if change is None:
                 continue
-            self._unannounced.append(change)
+            pending = (change, seen.lease.holder or "")
+            self._unannounced.append(pending)
             [token] = self.store.swap([change])
-            self._unannounced.remove(change)
+            self._unannounced.remove(pending)
             if token is not None and change.displaced is not None:
-                self.announce(change.displaced)
+                self.announce(change.displaced, seen.lease.holder)
         self._recovered()
         return len(found)
 
-    def announce(self, row: Execution) -> None:
-        """Say what became of a run that was ended from outside. Only the node whose swap ended it calls this."""
+    def announce(self, row: Execution, holder: str | None) -> None:
+        """Say what became of a run that was ended from outside, and whose it was.
+
+        Only the node whose swap ended it calls this.
+        """
         if row.state != "lost":
             return
         logger.error(
-            "Execution %s is lost: attempt %s under token %s did not end while its lease lasted, and is not repeated",
-            row.id, row.attempt, row.token,
+            "Execution %s is lost: attempt %s of holder %s under token %s did not end while its lease lasted, and is not "
+            "repeated",
+            row.id, row.attempt, holder, row.token,
         )  # fmt: skip
         self.emit(
             LeaseEvent(
                 EVENT_JOB_LOST, row.job_id or row.job, row.jobstore or "default", row.id,
-                scheduled_run_time=in_time(row.scheduled_at), holder=row.holder, token=row.token, attempt=row.attempt,
+                scheduled_run_time=in_time(row.scheduled_at), holder=holder, token=row.token, attempt=row.attempt,
             )
         )  # fmt: skip
 
-    def _prune(self) -> None:
+    def _prune(self) -> int:
         skew = self.store.read(Key("", "", "")).now / 1e6 - self.clock().wall
         if abs(skew) > DAY:
             logger.warning(
                 "Nothing is pruned while the store's clock is %+.0f s from this node's: mend one of them", skew
             )
-            return
-        self.store.prune()
+            return 0
+        return self.store.prune(PRUNE_LIMIT)
 
 
 def lease_event(code: int, hold: Hold) -> LeaseEvent:

@@ -8,6 +8,7 @@ what is simulated is what runs.
 from __future__ import annotations
 
 import asyncio
+import collections
 import inspect
 import logging
 import os
@@ -19,6 +20,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Generator
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta, timezone
@@ -34,6 +36,7 @@ from apscheduler_fence.keeper import Keeper, Settings
 from apscheduler_fence.lease import (
     Ask,
     Change,
+    Execution,
     FinalState,
     Insert,
     Key,
@@ -51,7 +54,7 @@ from apscheduler_fence.stores import open_described
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from concurrent.futures import Executor, Future
+    from concurrent.futures import Executor
 
     from apscheduler.triggers.base import BaseTrigger
 
@@ -61,6 +64,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+CALM_TRIES = 3
+"""Swaps that may fail because the lease moved before a claim takes its time between them."""
 
 ERROR_LIMIT = 4000
 """Characters of an error and the tail of its traceback that the execution's record keeps."""
@@ -112,6 +118,7 @@ class Node:
         self.prepared = False
         self._broken: ConfigError | None = None
         self._known_functions: set[tuple[str, str]] = set()
+        self.forks = getattr(self, "forks", -1) + 1
         self.keeper.forget()
 
     def nonce(self) -> str:
@@ -201,7 +208,7 @@ class Outcome:
     @property
     def cancelled(self) -> bool:
         """Whether it was cancelled rather than failed."""
-        return isinstance(self.error, asyncio.CancelledError)
+        return isinstance(self.error, asyncio.CancelledError | GeneratorExit)
 
 
 Step: TypeAlias = Work | Read | Swap | Sleep | Call
@@ -226,7 +233,7 @@ def run_slot(run: Run, run_time: datetime, node: Node) -> Flow:
         if not run.policy.once_per_slot:
             slot = replace(slot, name=f"{slot.name}~{uuid.uuid4().hex[:12]}")
         won = yield from _claim(run, slot, node)
-    except FenceError as error:
+    except Exception as error:  # noqa: BLE001 - a user's slot= function may raise anything
         logger.error('Job "%s" was not run: %s', run.job_id, error)
         return failed(run, run_time, error)
     if isinstance(won, Refusal):
@@ -236,7 +243,11 @@ def run_slot(run: Run, run_time: datetime, node: Node) -> Flow:
 
 @dataclass(slots=True)
 class _Claim:
-    """A claim under way. `sent` is the last swap's moment, `unanswered` that of the first whose answer never came."""
+    """A claim under way.
+
+    `sent` is the last swap's moment, `unanswered` that of the first whose answer never came; `displaced` is the run that
+    the last swap ended if it was applied.
+    """
 
     run: Run
     slot: Slot
@@ -244,6 +255,8 @@ class _Claim:
     node: Node
     sent: Instant | None = None
     unanswered: Instant | None = None
+    displaced: Execution | None = None
+    displaced_holder: str | None = None
 
     def hold(self, token: int, attempt: int, since: Instant) -> Hold:
         run = self.run
@@ -251,6 +264,11 @@ class _Claim:
             granted(self.ask, token, attempt), self.slot, run.policy or Policy(), since=since, began=since,
             job_id=run.job_id, jobstore=run.jobstore, clock=self.node.clock,
         )  # fmt: skip
+
+    def announce_displaced(self) -> None:
+        if self.displaced is not None:
+            self.node.keeper.announce(self.displaced, self.displaced_holder)
+            self.displaced = None
 
 
 def _claim(run: Run, slot: Slot, node: Node) -> Generator[Step, Any, Hold | Refusal]:
@@ -260,13 +278,14 @@ def _claim(run: Run, slot: Slot, node: Node) -> Generator[Step, Any, Hold | Refu
         StoreError: that did not become clear within the store's patience.
     """
     attempt = _Claim(run, slot, _ask(run, slot, node), node)
-    started, failures = node.clock(), 0
+    started, failures, lost_swaps = node.clock(), 0, 0
     while True:
         attempt.sent = None
         try:
             won = yield from _try_claim(attempt)
             if won is not None:
                 return won
+            lost_swaps += 1
             trouble = StoreError(f"the lease {attempt.ask.lease!r} moved at every try")
         except StoreError as error:
             attempt.unanswered = attempt.unanswered or attempt.sent
@@ -277,6 +296,8 @@ def _claim(run: Run, slot: Slot, node: Node) -> Generator[Step, Any, Hold | Refu
         if failures:
             logger.warning('Job "%s" waits for the store: %s', run.job_id, trouble)
             yield Sleep(min(0.1 * 2**failures, 2.0) * random.uniform(0.5, 1))  # noqa: S311
+        elif lost_swaps > CALM_TRIES:
+            yield Sleep(random.uniform(0.01, 0.1))  # noqa: S311
 
 
 def _try_claim(attempt: _Claim) -> Generator[Step, Any, Hold | Refusal | None]:
@@ -285,6 +306,7 @@ def _try_claim(attempt: _Claim) -> Generator[Step, Any, Hold | Refusal | None]:
         yield Work(node.prepare)
     seen: Seen = yield Read(ask.key)
     if attempt.unanswered is not None and is_mine(seen, ask.nonce) and seen.lease and seen.execution:
+        attempt.announce_displaced()
         return attempt.hold(seen.lease.token, seen.execution.attempt, attempt.unanswered)
     decision = claim(seen, ask)
     if isinstance(decision, Refusal):
@@ -292,12 +314,13 @@ def _try_claim(attempt: _Claim) -> Generator[Step, Any, Hold | Refusal | None]:
         return decision
     if seen.lease is not None and seen.lease.func not in (None, ask.func) and ask.lease == ask.job:
         node.warn_of_namesake(attempt.run, seen.lease.func)
+    attempt.displaced = decision.displaced
+    attempt.displaced_holder = seen.lease.holder if seen.lease is not None else None
     attempt.sent = node.clock()
     token: int | None = yield Swap(decision)
     if token is None:
         return None
-    if decision.displaced is not None:
-        node.keeper.announce(decision.displaced)
+    attempt.announce_displaced()
     if not decision.grants:
         return None
     begun = decision.executions[-1]
@@ -359,11 +382,15 @@ def _run_held(run: Run, run_time: datetime, hold: Hold, node: Node) -> Flow:
         'Running job "%s" for slot %s: token %s, attempt %s, holder %s',
         run.job_id, fence.execution_id, fence.token, fence.attempt, grant.holder,
     )  # fmt: skip
+    forks = node.forks
     try:
         function, args, kwargs = bind(run.function, run.args, run.kwargs, fence)
-        outcome: Outcome = yield Call(function, args, kwargs, fence)
-    except TypeError as error:
+    except Exception as error:  # noqa: BLE001 - whatever is wrong with the arguments is this run's outcome
         outcome = Outcome(error=error)
+    else:
+        outcome = yield Call(function, args, kwargs, fence)
+    if node.forks != forks:  # the job forked, and this is the child: what is held here is the parent's
+        return ended(run, run_time, outcome)
     state: FinalState = "succeeded" if outcome.error is None else "cancelled" if outcome.cancelled else "failed"
     yield from _settle(hold, settle(grant, state, describe_error(outcome)), node)
     return executed(run, run_time, outcome)
@@ -378,12 +405,14 @@ def _settle(hold: Hold, change: Change, node: Node) -> Generator[Step, Any, None
             seen = yield Read(Key(grant.lease, grant.job, grant.slot))
             if not settled(seen, grant, change):
                 node.keeper.unrecorded(hold, change)
-    except StoreError as error:
+    except BaseException as error:
+        node.keeper.settle_later(hold, change)
         logger.error(
             "Outcome of %s not recorded yet, and repeated until it is: token %s, holder %s: %s",
             hold.execution_id, grant.token, grant.holder, error,
         )  # fmt: skip
-        node.keeper.settle_later(hold, change)
+        if not isinstance(error, Exception):  # a greenlet is killed, a flow is closed: what was asked of it goes on
+            raise
         return
     node.keeper.drop(hold)
 
@@ -517,8 +546,11 @@ def drive(flow: Generator[Step, Any, Event], store: Store, first: Any = None) ->
             case Work() | Read() | Swap():
                 try:
                     reply = answer(step, store)
-                except FenceError as raised:
+                except Exception as raised:  # noqa: BLE001 - the flow knows what each error means
                     error = raised
+                except BaseException:
+                    flow.close()
+                    raise
 
 
 def run_here(run: Run, node: Node) -> list[Event]:
@@ -536,43 +568,65 @@ async def run_on_loop(run: Run, node: Node, pool: Executor) -> list[Event]:
     When the task is cancelled, what the store must be told still reaches it: through the pool, which outlives the loop.
     """
     events: list[Event] = []
+    cancelled = False
     for run_time in run.run_times:
+        if cancelled:
+            events.append(failed(run, run_time, asyncio.CancelledError()))
+            continue
         event, cancelled = await _drive_async(run, run_time, node, pool)
         events.append(event)
-        if cancelled:
-            break
     return events
 
 
 async def _drive_async(run: Run, run_time: datetime, node: Node, pool: Executor) -> tuple[Event, bool]:
     flow = run_slot(run, run_time, node)
     reply: Any = None
-    error: BaseException | None = None
+    error: Exception | None = None
     while True:
         try:
             step = flow.throw(error) if error is not None else flow.send(reply)
         except StopIteration as end:
             return end.value, False
+        if isinstance(step, Call):
+            outcome = await call_async(step)
+            rest = _submit(pool, drive, flow, node.store, outcome)
+            if isinstance(outcome.error, GeneratorExit):  # the loop has dropped this task: it may await nothing more
+                raise outcome.error
+            try:
+                return await _done(rest), outcome.cancelled
+            except asyncio.CancelledError:
+                return ended(run, run_time, outcome), True
         reply, error = None, None
-        match step:
-            case Call():
-                outcome = await call_async(step)
-                rest = pool.submit(drive, flow, node.store, outcome)
-                try:
-                    return await _done(rest), outcome.cancelled
-                except asyncio.CancelledError:
-                    return ended(run, run_time, outcome), True
-            case Sleep(seconds):
-                await asyncio.sleep(seconds)
-            case Work() | Read() | Swap():
-                future = pool.submit(answer, step, node.store)
-                try:
-                    reply = await _done(future)
-                except FenceError as raised:
-                    error = raised
-                except asyncio.CancelledError as cancelled:
-                    pool.submit(_give_back, flow, future, node.store)
-                    return failed(run, run_time, cancelled), True
+        try:
+            reply = await _answer_async(step, flow, node.store, pool)
+        except asyncio.CancelledError as cancelled:
+            return failed(run, run_time, cancelled), True
+        except Exception as raised:  # noqa: BLE001 - the flow knows what each error means
+            error = raised
+
+
+async def _answer_async(step: Work | Read | Swap | Sleep, flow: Flow, store: Store, pool: Executor) -> Any:
+    if isinstance(step, Sleep):
+        return await asyncio.sleep(step.seconds)
+    future = _submit(pool, answer, step, store)
+    try:
+        return await _done(future)
+    except (asyncio.CancelledError, GeneratorExit):
+        if isinstance(step, Swap):
+            _submit(pool, _give_back, flow, future, store)
+        raise
+
+
+def _submit(pool: Executor, function: Callable[..., T], *args: Any) -> Future[T]:
+    try:
+        return pool.submit(function, *args)
+    except RuntimeError:  # the interpreter is shutting down: better to block the loop now than to leave a lease behind
+        done: Future[T] = Future()
+        try:
+            done.set_result(function(*args))
+        except Exception as error:  # noqa: BLE001 - as a pool does
+            done.set_exception(error)
+        return done
 
 
 async def _done(future: Future[T]) -> T:
@@ -594,11 +648,14 @@ async def _done(future: Future[T]) -> T:
 
 
 def _give_back(flow: Flow, future: Future[Any], store: Store) -> None:
-    """See a claim through that was in flight when its task was cancelled, and settle it if it turns out to be won."""
-    reply, error = None, None
+    """See a swap through that was in flight when its task was cancelled, and settle what it may have won.
+
+    Nothing new is claimed on the way: the slot is free for another node.
+    """
+    reply, error, won = None, None, False
     try:
         reply = future.result()
-    except FenceError as raised:
+    except Exception as raised:  # noqa: BLE001 - the flow knows what each error means
         error = raised
     try:
         while True:
@@ -606,12 +663,15 @@ def _give_back(flow: Flow, future: Future[Any], store: Store) -> None:
             reply, error = None, None
             match step:
                 case Call():
-                    reply = Outcome(error=asyncio.CancelledError())
-                case Sleep():
+                    reply, won = Outcome(error=asyncio.CancelledError()), True
+                case Work() | Read() | Swap() if won or isinstance(step, Read):
+                    try:
+                        reply = answer(step, store)
+                    except Exception as raised:  # noqa: BLE001 - as above
+                        error = raised
+                case _:
                     return
-                case Work() | Read() | Swap():
-                    reply = answer(step, store)
-    except (StopIteration, FenceError):
+    except StopIteration:
         return
     finally:
         flow.close()
@@ -620,20 +680,28 @@ def _give_back(flow: Flow, future: Future[Any], store: Store) -> None:
 # --- the other side of a process pool ---------------------------------------------------------------------------------
 
 _nodes: dict[StoreDescription, tuple[int, Node]] = {}
-_heard: list[FenceEvent] = []
+_heard: collections.deque[FenceEvent] = collections.deque()
 
 
-def run_in_child(run: Run, description: StoreDescription, terms: Terms) -> list[Event]:
+def run_in_child(run: Run, description: StoreDescription, terms: Terms) -> list[Event | FenceEvent]:
     """Run a submission in a pool's child process, with a store and a keeper of that process."""
+    try:
+        node = _node_here(description, terms)
+        events = run_here(run, node)
+        node.keeper.drain(terms.store_patience)
+    except BaseException as error:  # noqa: BLE001 - what cannot be pickled would break the whole pool
+        events = [failed(run, run_time, error) for run_time in run.run_times]
+    heard = [_heard.popleft() for _ in range(len(_heard))]
+    return [portable(event) for event in [*heard, *events]]
+
+
+def _node_here(description: StoreDescription, terms: Terms) -> Node:
     pid, node = _nodes.get(description, (None, None))
     if node is None or pid != os.getpid():
         node = Node(open_described(description), terms, _heard.append)
         _nodes[description] = (os.getpid(), node)
         node.keeper.start("pool")
-    events = run_here(run, node)
-    node.keeper.drain(terms.store_patience)
-    heard, _heard[:] = _heard[:], []
-    return [portable(event) for event in [*heard, *events]]
+    return node
 
 
 class RemoteError(FenceError):
@@ -646,9 +714,19 @@ def portable(event: Any) -> Any:
         value = getattr(event, attribute, None)
         if value is None or _survives(value):
             continue
-        stand_in = RemoteError(f"{type(value).__qualname__}: {value}") if attribute == "exception" else repr(value)
-        setattr(event, attribute, stand_in)
+        if attribute == "exception":
+            event.exception = RemoteError("".join(traceback.format_exception_only(type(value), value)).strip())
+        else:
+            logger.warning('What job "%s" returned cannot be pickled; listeners get its repr', event.job_id)
+            event.retval = _repr(value)
     return event
+
+
+def _repr(value: object) -> str:
+    try:
+        return repr(value)
+    except Exception:  # noqa: BLE001 - as below
+        return f"<{type(value).__qualname__}>"
 
 
 def _survives(value: object) -> bool:

@@ -41,9 +41,10 @@ _HINTS = {
 
 
 def _code(error: Exception) -> str:
-    """What the server's error reply began with, where that matters; redis-py 5 has classes for some of it only."""
+    """What the server's error reply began with: redis-py 5 has few classes for it, Redis 6 wraps it if a script met it."""
     classes = {"MovedError": "MOVED", "AskError": "ASK", "ReadOnlyError": "READONLY", "ClusterDownError": "CLUSTERDOWN"}
-    return classes.get(type(error).__name__) or str(error).partition(" ")[0]
+    wrapped = re.search(r"^(?:Error running script.*? -)?([A-Z]+) ", str(error))
+    return classes.get(type(error).__name__) or (wrapped[1] if wrapped else "")
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from sqlalchemy import URL, Dialect, Engine, create_engine, event, make_url, sel
 from sqlalchemy.exc import ArgumentError, CompileError, DBAPIError, NoSuchModuleError, SQLAlchemyError
 
 from apscheduler_fence.errors import ConfigError, StoreError
+from apscheduler_fence.stores.base import masked
 from apscheduler_fence.stores.sql.tables import StoreClock
 
 if TYPE_CHECKING:
@@ -211,10 +212,19 @@ def _prepare(dialect: Dialect, timeout: float) -> Callable[[Any, object], None]:
         elif dialect.name in ("mysql", "mariadb"):
             _execute(connection, *_mysql_settings(timeout))
         elif dialect.driver == "psycopg":
-            connection.prepare_threshold = None  # a pooler gives each transaction another server connection
             _limit_waits(connection, timeout)
+            if _is_pooled(connection):
+                connection.prepare_threshold = None
 
     return prepare
+
+
+def _is_pooled(connection: Any) -> bool:
+    # A pooler introduces itself by a process number of its own. It may run each statement on another server connection,
+    # where what was prepared on the last one is not known.
+    with contextlib.closing(connection.cursor()) as cursor:
+        cursor.execute("SELECT pg_backend_pid()")
+        return bool(cursor.fetchone()[0] != connection.info.backend_pid)
 
 
 def _execute(connection: Any, *statements: str) -> None:
@@ -325,4 +335,4 @@ def _described(doing: str, url: URL, error: BaseException) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
     if url.password:
         text = text.replace(str(url.password), "***")
-    return f"{doing} failed at {url.render_as_string()}: {text}"
+    return f"{doing} failed at {masked(url.render_as_string())}: {text}"

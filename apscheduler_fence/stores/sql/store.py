@@ -16,7 +16,7 @@ from sqlalchemy import URL, Connection, CursorResult, Engine
 from sqlalchemy.exc import DBAPIError, IntegrityError
 
 from apscheduler_fence.errors import ConfigError
-from apscheduler_fence.stores.base import StoreDescription
+from apscheduler_fence.stores.base import StoreDescription, masked
 from apscheduler_fence.stores.sql.engines import (
     is_mismatch,
     is_transient,
@@ -69,10 +69,11 @@ class SqlStore:
     a transaction of a few elsewhere. All renewals of a swap are one statement on PostgreSQL, one transaction elsewhere.
 
     Every wait has the limit `timeout`, in seconds: for a connection, for an answer, and for a lock that another session
-    holds. psycopg and libpq wait two seconds for a connection at least, and MySQL one for a lock. On a live engine the
-    limits for connecting are the engine's own. PgBouncer in transaction mode works: there PostgreSQL is not told of the
-    limits, since a SET would reach other applications, and only this side stops waiting; `ALTER ROLE ... SET
-    statement_timeout` adds the other.
+    holds. psycopg and libpq wait two seconds for a connection at least, and MySQL one for a lock; psycopg2 has no limit
+    for a server process that is frozen. On a live engine the limits for connecting are the engine's own.
+
+    PgBouncer in transaction mode works. PostgreSQL is then not told of the limits, since a SET would reach other
+    applications, and only this side stops waiting; `ALTER ROLE ... SET statement_timeout` adds the server's side.
 
     SQLite is for the processes of one machine, never for a network file system.
 
@@ -121,7 +122,7 @@ class SqlStore:
         self._opened = False
 
     def __repr__(self) -> str:
-        return f"SqlStore({self._url.render_as_string()!r}, {self.namespace!r})"
+        return f"SqlStore({masked(self._url.render_as_string())!r}, {self.namespace!r})"
 
     # --- open and close -----------------------------------------------------------------------------------------------
 

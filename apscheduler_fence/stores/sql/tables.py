@@ -10,7 +10,6 @@ from sqlalchemy import BigInteger, Column, Dialect, Index, Integer, MetaData, St
 from sqlalchemy.dialects import mysql
 from sqlalchemy.exc import CompileError
 from sqlalchemy.ext.compiler import compiles
-from sqlalchemy.schema import CreateIndex, CreateTable
 from sqlalchemy.sql.functions import FunctionElement
 from sqlalchemy.types import TypeDecorator
 
@@ -194,7 +193,8 @@ def tables(prefix: str = "fence_", schema: str | None = None) -> Tables:
         **options,
     )
     _index(lease, "held", "namespace", "expires_at", where=lease.c.expires_at.is_not(None))
-    _index(execution, "history", "job", "slot_at")
+    # Behind the namespace, since a planner without statistics would use it, not the key, to find one slot of a job.
+    _index(execution, "history", "namespace", "job", "slot_at")
     _index(execution, "prune", "namespace", "keep_until", where=execution.c.keep_until.is_not(None))
     _index(execution, "recent", "namespace", "slot_at")
     waiting = execution.c.state == "waiting"
@@ -213,26 +213,3 @@ def indexes(table: Table, dialect: Dialect) -> list[Index]:
     """List the indexes that a table has on this database."""
     partial = dialect.name in ("postgresql", "sqlite")
     return sorted((i for i in table.indexes if not (partial and i.info)), key=lambda index: str(index.name))
-
-
-def ddl(source: str | Dialect, prefix: str = "fence_", schema: str | None = None) -> str:
-    """Write the SQL that creates the tables, for those whose administrator runs it.
-
-    Args:
-        source: a URL, a dialect, or the name of one (`postgresql`, `mysql`, `mariadb`, `sqlite`). MySQL and MariaDB
-            differ.
-        prefix: what the tables' names begin with.
-        schema: the schema to create them in, which must exist.
-
-    Raises:
-        ConfigError: the dialect is not known, or the prefix is not an identifier.
-    """
-    from apscheduler_fence.stores.sql.engines import dialect_of  # noqa: PLC0415 - engines needs this module's clock
-
-    dialect = source if isinstance(source, Dialect) else dialect_of(source)
-    layout = tables(prefix, schema)
-    statements: list[CreateTable | CreateIndex] = []
-    for table in (layout.lease, layout.execution):
-        statements.append(CreateTable(table))
-        statements += [CreateIndex(index) for index in indexes(table, dialect)]
-    return "".join(f"{str(statement.compile(dialect=dialect)).strip()};\n" for statement in statements)
