@@ -109,7 +109,8 @@ class Truth:
         attempt = move.row.attempt if isinstance(move, Insert) else move.attempt
         key = _key(move)
         must(not is_live(before, now), "I1: a lease was granted over a live holder", before, after)
-        must(before is None or now >= before.hold_until, "granted within lock_at_least", before, after)
+        too_soon = before is not None and before.acquired_at < before.hold_until and now < before.hold_until
+        must(not too_soon, "granted within lock_at_least", before, after)
         must((*key, attempt) not in self.attempts, "I1: granted twice", key, "attempt", attempt)
         must(attempt == 1, "at most once: another attempt", key, attempt)
         must(0 < after.token < 2**53, "I2: token out of range", after)
@@ -169,13 +170,15 @@ class Truth:
                 if hold.lost or hold.ended:
                     continue
                 left = trusted_for(hold.policy.lock_at_most) - elapsed(hold.since, hold.clock())
+                left /= process.machine.rate
                 grant = self.by_holder.get((hold.grant.holder, hold.grant.token))
                 if left <= 0 or (grant is not None and grant.order <= self.disturbed):
                     continue
                 now = self.store._clock() if now is None else now
                 lease = self.store._leases.get(hold.grant.lease)
                 mine = lease is not None and (lease.token, lease.holder) == (hold.grant.token, hold.grant.holder)
-                must(mine and is_live(lease, now), "I5: trusted for another", left, "seconds:", hold.grant, lease, now)
+                must(mine, "I5: trusted, and lost", hold.grant, lease)
+                must(left <= (lease.expires_at - now) / 1e6, "I5: trusted for longer than held", left, lease, now)
 
     def entered(self, fence, hold):
         """The job function is entered."""
@@ -183,6 +186,7 @@ class Truth:
         must(grant is not None, "I4, I7: entered without a grant", fence)
         must(grant.execution == fence.execution_id, "entered under another's grant", fence, grant)
         must(not grant.entered, "one grant was entered twice", grant)
+        must(hold.remaining() > 0, "I5: entered without trust", grant)
         grant.entered = True
         self.entries[grant.key] += 1
         must(self.entries[grant.key] <= 1 + self.forgot, "at most once: a slot was entered twice", grant)
@@ -227,7 +231,7 @@ class Truth:
             "lost": row is not None and row.state == "lost",
             "running": row is not None and row.state == "running",
             "held": is_live(lease, now),
-            "spacing": lease is not None and now < lease.hold_until,
+            "spacing": lease is not None and lease.acquired_at < lease.hold_until and now < lease.hold_until,
             "pruned": lease is not None and row is None and slot_at <= lease.pruned_through,
             "early": slot_at > now,
         }[reason]
