@@ -38,6 +38,7 @@ from apscheduler_fence.lease import (
     Change,
     Execution,
     FinalState,
+    Grant,
     Insert,
     Key,
     Refusal,
@@ -359,7 +360,7 @@ def _is_full(attempt: _Claim) -> Generator[Step, Any, bool]:
 
 def _ask(run: Run, slot: Slot, node: Node) -> Ask:
     policy = run.policy or Policy()
-    own_lease = policy.overlap == "allow" and run.slot is None
+    own_lease = policy.overlap == "allow" and (run.slot is None or run.by_hand)
     return Ask(
         lease=f"{run.lease}/{slot.name}" if own_lease else run.lease,
         job=slot.job,
@@ -423,18 +424,16 @@ def _run_held(run: Run, run_time: datetime, hold: Hold, node: Node) -> Flow:
         )  # fmt: skip
         try:
             yield Sleep(wait)
-        except asyncio.CancelledError as cancelled:
-            outcome = Outcome(error=cancelled)
-            break
+            if not (yield from _regrant(hold, outcome, node)):
+                break
+        except asyncio.CancelledError:
+            yield from _settle(hold, settle(hold.grant, "cancelled", describe_error(outcome)), node)
+            return ended(run, run_time, outcome)
         except GeneratorExit:
             node.keeper.settle_later(hold, settle(hold.grant, "cancelled", describe_error(outcome)))
             raise
-        if not (yield from _regrant(hold, outcome, node)):
-            break
     state: FinalState = "succeeded" if outcome.error is None else "cancelled" if outcome.cancelled else "failed"
     yield from _settle(hold, settle(hold.grant, state, describe_error(outcome)), node)
-    if hold.policy.overlap == "queue":
-        node.keeper.sweep_soon()
     return executed(run, run_time, outcome)
 
 
@@ -464,8 +463,11 @@ def _wait_before_retry(hold: Hold, outcome: Outcome) -> float | None:
     if error is None or outcome.cancelled or hold.lost or hold.grant.attempt > policy.retries:
         return None
     if isinstance(error, Retry):
-        if error.after is not None:
-            return max(0.0, parse_duration(error.after, "Retry(after=)").total_seconds())
+        try:
+            if error.after is not None:
+                return max(0.0, parse_duration(error.after, "Retry(after=)").total_seconds())
+        except ConfigError as wrong:  # an attempt was asked for: that much is clear
+            logger.error("Run of %s: %s; it waits as retry_delay says", hold.execution_id, wrong)
     elif not isinstance(error, policy.retry_on):
         return None
     return policy.retry_delay.wait(hold.grant.attempt, random.random())  # noqa: S311
@@ -487,16 +489,33 @@ def _regrant(hold: Hold, outcome: Outcome, node: Node) -> Generator[Step, Any, b
             except StoreError as error:
                 failures += 1
                 logger.warning("The next attempt of %s waits for the store: %s", hold.execution_id, error)
-                yield Sleep(min(0.1 * 2**failures, 2.0) * random.uniform(0.5, 1))  # noqa: S311
+                try:
+                    yield Sleep(min(0.1 * 2**failures, 2.0) * random.uniform(0.5, 1))  # noqa: S311
+                except asyncio.CancelledError:
+                    yield from _find_regrant(hold, nonce)
+                    raise
                 continue
             if token is None:
                 return False
-            hold.grant = replace(grant, token=token, holder=nonce, attempt=grant.attempt + 1)
+            hold.grant = _next_grant(grant, token, nonce)
             hold.since = started
             return hold.remaining() > 0
         return False
     finally:
         hold.regranting = False
+
+
+def _next_grant(grant: Grant, token: int, nonce: str) -> Grant:
+    return replace(grant, token=token, holder=nonce, attempt=grant.attempt + 1)
+
+
+def _find_regrant(hold: Hold, nonce: str) -> Generator[Step, Any, None]:
+    """No more answers are waited for: what must be settled is the grant that the row shows, if it can be read."""
+    grant = hold.grant
+    with suppress(StoreError):
+        seen: Seen = yield Read(Key(grant.lease, grant.job, grant.slot))
+        if seen.lease is not None and is_mine(seen, nonce):
+            hold.grant = _next_grant(grant, seen.lease.token, nonce)
 
 
 def _settle(hold: Hold, change: Change, node: Node) -> Generator[Step, Any, None]:
@@ -752,10 +771,23 @@ async def _call_cancellable(step: Call) -> Outcome:
     task = asyncio.current_task()
     if hold is None or task is None:
         return await call_async(step)
-    hold.cancel = partial(asyncio.get_running_loop().call_soon_threadsafe, task.cancel)
-    outcome = await call_async(step)
-    hold.cancel = None
-    if outcome.cancelled and hold.lost and hasattr(task, "uncancel"):
+    loop, calling, asked = asyncio.get_running_loop(), True, False
+
+    def cancel() -> None:
+        nonlocal asked
+        if calling:
+            asked = task.cancel()
+
+    def cancel_from_thread() -> None:
+        with suppress(RuntimeError):  # the loop has been closed, and whatever ran on it has ended
+            loop.call_soon_threadsafe(cancel)
+
+    hold.cancel = cancel_from_thread
+    try:
+        outcome = await call_async(step)
+    finally:
+        hold.cancel, calling = None, False  # what was asked for too late must not hit what follows
+    if asked and hasattr(task, "uncancel"):
         task.uncancel()  # it was not the task that somebody wanted to end
     return outcome
 
