@@ -149,6 +149,8 @@ class Keeper:
         self._swept: Instant | None = None
         self._pruned: Instant | None = None
         self._unannounced: list[tuple[Change, str]] = []
+        self._freed: set[str] = set()
+        self._unknown: dict[tuple[str, str, int], Instant] = {}
 
     def start(self, name: str) -> None:
         """Start the thread. It does its first I/O by itself."""
@@ -201,10 +203,10 @@ class Keeper:
                 self._nudged = True
             self._wake.notify_all()
 
-    def sweep_soon(self) -> None:
-        """Look at once for what waits: a lease has just become free."""
+    def look_behind(self, lease: str) -> None:
+        """Have the execution that waits longest for this lease run, if there is one: the lease has just become free."""
         with self._wake:
-            self._swept = None
+            self._freed.add(lease)
             self._nudged = True
             self._wake.notify_all()
 
@@ -275,6 +277,7 @@ class Keeper:
             self._guarded(partial(self._renew, todo.renew), None)
         waits = [todo.wait, self._settle(now)]
         if self._stopping is None and self.settings.housekeeping:
+            self._guarded(self._call_up, None)
             waits.append(self._housekeeping(now))
         return max(0.0, min(waits))
 
@@ -406,11 +409,18 @@ class Keeper:
             self._unannounced.remove(pending)
             if token is not None and change.displaced is not None:
                 self.announce(change.displaced, seen.lease.holder)
-        for row in self._next_in_line():
-            if not self.recover(row):
-                self._give_up(row)
+        strangers = [row for row in self._next_in_line() if not self.recover(row)]
+        for row in self._long_unknown(strangers):
+            self._give_up(row)
         self._recovered()
         return len(found)
+
+    def _call_up(self) -> None:
+        with self._wake:
+            freed, self._freed = self._freed, set()
+        for lease in freed:
+            for row in self.store.executions(Executions(lease=lease, states=("waiting",), limit=1, oldest_first=True)):
+                self.recover(row)
 
     def _next_in_line(self) -> list[Execution]:
         """The oldest waiting execution of each lease that nobody holds."""
@@ -421,6 +431,14 @@ class Keeper:
             return []
         held = {seen.lease.name for seen in self.store.held_leases(HeldLeases()) if seen.lease is not None}
         return [row for lease, row in first.items() if lease not in held]
+
+    def _long_unknown(self, strangers: Iterable[Execution]) -> list[Execution]:
+        """Those that have waited here, too, for so long: a node that comes up late may not have been told its jobs yet."""
+        now, known = self.clock(), self._unknown
+        by_attempt = {(row.job, row.slot, row.attempt): row for row in strangers}
+        self._unknown = {attempt: known.get(attempt, now) for attempt in by_attempt}
+        limit = self.settings.orphan_after.total_seconds()
+        return [row for attempt, row in by_attempt.items() if elapsed(self._unknown[attempt], now) >= limit]
 
     def _give_up(self, row: Execution) -> None:
         seen = self.store.read(Key(row.lease, row.job, row.slot))
