@@ -43,7 +43,7 @@ def work(fence: Fence) -> None:
             "INSERT INTO entered VALUES (?, ?, ?, ?, ?)",
             (fence.lease, fence.execution_id, fence.attempt, fence.token, time.monotonic()),
         )
-        time.sleep(random.uniform(0.02, 0.1))
+        time.sleep(random.uniform(0.05, 0.2))
         db.execute("BEGIN IMMEDIATE")
         newest = db.execute("SELECT token FROM newest WHERE lease = ?", (fence.lease,)).fetchone()
         if newest is not None and newest[0] > fence.token:
