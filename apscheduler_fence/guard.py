@@ -43,11 +43,11 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, a
 from sqlalchemy.orm import Session, sessionmaker
 from sqlalchemy.pool import NullPool
 
-from apscheduler_fence.boundary import EXECUTION_LENGTH, ON_MYSQL, bearer_of, create_tables, table_prefix
+from apscheduler_fence.bearer import EXECUTION_LIMIT, bearer_of, require_token
 from apscheduler_fence.errors import AlreadyApplied, FenceError, InvalidToken, StaleToken
 from apscheduler_fence.policy import in_micros, parse_duration
 from apscheduler_fence.slots import validate_name
-from apscheduler_fence.stores.sql.callers import connection_of
+from apscheduler_fence.stores.sql.callers import ON_MYSQL, checked_prefix, connection_of, create_tables
 from apscheduler_fence.stores.sql.engines import is_transient, url_of
 from apscheduler_fence.stores.sql.tables import NAME_LENGTH, Name, StoreClock
 
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from sqlalchemy import URL, BindParameter, Connection, CursorResult, Executable, Select
     from sqlalchemy.sql.elements import ColumnElement
 
-    from apscheduler_fence.boundary import Bears
+    from apscheduler_fence.bearer import Bears
     from apscheduler_fence.policy import Duration
     from apscheduler_fence.stores.sql.callers import Database
 
@@ -66,9 +66,6 @@ D = TypeVar("D", bound="Connection | Session")
 A = TypeVar("A", bound=AsyncConnection | AsyncSession)
 S = TypeVar("S", bound=Session)
 T = TypeVar("T", bound=AsyncSession)
-
-TOKEN_LIMIT = 2**53
-"""The first number that a double cannot tell from its neighbour: some resources, and every Lua script, count in doubles."""
 
 DAY = 86_400_000_000
 CLAIMS = 5
@@ -281,9 +278,7 @@ class Guard:
         if operation is not None:
             validate_name(operation, "operation")
         bearer = bearer_of(fence)
-        token: object = bearer.token
-        if not isinstance(token, int) or isinstance(token, bool) or not 0 < token < TOKEN_LIMIT:
-            raise InvalidToken(resource, token, "a token is a whole number from 1 to 2**53 - 1")
+        require_token(resource, bearer)
         return _Write(resource, bearer, operation)
 
     def _look(self, connection: Connection, write: _Write) -> None:
@@ -545,14 +540,14 @@ class Resource:
 
 def _tables(prefix: str, schema: str | None) -> tuple[MetaData, Table, Table]:
     metadata = MetaData(schema=schema)
-    begin = table_prefix(prefix)
+    begin = checked_prefix(prefix)
     resource = Table(
         f"{begin}resource",
         metadata,
         Column("resource", Name(NAME_LENGTH), primary_key=True),
         Column("lease", Name(NAME_LENGTH), primary_key=True),
         Column("token", BigInteger, nullable=False),
-        Column("execution_id", Name(EXECUTION_LENGTH), nullable=False),
+        Column("execution_id", Name(EXECUTION_LIMIT), nullable=False),
         Column("accepted_at", BigInteger, nullable=False),
         **ON_MYSQL,
     )
@@ -560,7 +555,7 @@ def _tables(prefix: str, schema: str | None) -> tuple[MetaData, Table, Table]:
         f"{begin}operation",
         metadata,
         Column("resource", Name(NAME_LENGTH), primary_key=True),
-        Column("execution_id", Name(EXECUTION_LENGTH), primary_key=True),
+        Column("execution_id", Name(EXECUTION_LIMIT), primary_key=True),
         Column("operation", Name(NAME_LENGTH), primary_key=True),
         Column("token", BigInteger, nullable=False),
         Column("applied_at", BigInteger, nullable=False),

@@ -3,7 +3,7 @@
 import sqlalchemy
 from sqlalchemy import orm
 
-from apscheduler_fence.boundary import Bearer
+from apscheduler_fence.bearer import Bearer
 from apscheduler_fence.guard import Guard
 
 

@@ -14,8 +14,9 @@ from sqlalchemy.dialects.postgresql.psycopg import PGDialect_psycopg
 from sqlalchemy.exc import DBAPIError, InvalidRequestError
 from sqlalchemy.ext.compiler import compiles
 
+from apscheduler_fence.bearer import TOKEN_LIMIT
 from apscheduler_fence.errors import AlreadyApplied, ConfigError, FenceError, InvalidToken, StaleToken
-from apscheduler_fence.guard import DAY, TOKEN_LIMIT, Guard
+from apscheduler_fence.guard import DAY, Guard
 from apscheduler_fence.stores.sql import StoreClock
 from apscheduler_fence.stores.sql.engines import is_transient
 from apscheduler_fence.testing import fake_fence

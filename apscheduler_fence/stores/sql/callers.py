@@ -1,19 +1,29 @@
-"""A transaction that is not ours: the caller's, in which something of ours is to happen together with his own write."""
+"""A database that is not ours: the caller's transaction, in which something of ours happens together with his own write.
+
+Guard, outbox and prepared payloads keep their tables beside the caller's, by what is here.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias, Union
+import random
+import time
+from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
 from sqlalchemy import Connection
-from sqlalchemy.exc import InvalidRequestError
+from sqlalchemy.exc import DBAPIError, InvalidRequestError
 
-from apscheduler_fence.errors import FenceError
+from apscheduler_fence.errors import ConfigError, FenceError
 
 if TYPE_CHECKING:
+    from sqlalchemy import Engine, MetaData
     from sqlalchemy.orm import Session
 
 Database: TypeAlias = Union[Connection, "Session"]
 """A connection or a session in a transaction. Asynchronous ones lend theirs: `await db.run_sync(...)`."""
+
+CREATIONS = 5
+
+# --- transactions -----------------------------------------------------------------------------------------------------
 
 
 def connection_of(db: Database) -> Connection:
@@ -43,3 +53,38 @@ def _commits_by_itself(connection: Connection) -> bool:
         return False
     # sqlite3 is often told to commit by itself so that the application can say BEGIN.
     return autocommit and not getattr(lent.driver_connection, "in_transaction", False)
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+ON_MYSQL: dict[str, Any] = {
+    f"{family}_{option}": value
+    for family in ("mysql", "mariadb")
+    for option, value in (("engine", "InnoDB"), ("charset", "utf8mb4"))
+}
+"""Options of a table that MySQL and MariaDB roll back, and whose text is Unicode."""
+
+
+def create_tables(bind: Engine | Connection, metadata: MetaData) -> None:
+    """Create what is missing, also while others do the same."""
+    for tried in range(1, CREATIONS + 1):
+        try:
+            return metadata.create_all(bind)
+        except DBAPIError:  # most likely somebody else was faster; the next look tells
+            if tried == CREATIONS or isinstance(bind, Connection):
+                raise
+        time.sleep(random.uniform(0.01, 0.05 * tried))  # noqa: S311 - spreads out those that collided
+    raise AssertionError
+
+
+def checked_prefix(prefix: str) -> str:
+    """See that tables' names may begin like this.
+
+    Raises:
+        ConfigError: it is not a plain identifier of at most 32 characters.
+    """
+    if not (prefix.isascii() and prefix.isidentifier() and len(prefix) <= 32):  # noqa: PLR2004 - as the message says
+        raise ConfigError(
+            f"table_prefix={prefix!r}: letters, digits and underscores are allowed, 32 at most, not a digit first"
+        )
+    return prefix
