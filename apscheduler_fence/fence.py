@@ -107,11 +107,7 @@ class Fence:
 
         ASCII and at most 255 characters, which is what common APIs accept; a longer one is cut and ends in a digest.
         """
-        key = quote(f"{self.execution_id}:{operation}" if operation else self.execution_id, safe=_UNRESERVED)
-        if len(key) <= KEY_LIMIT:
-            return key
-        digest = hashlib.sha256(key.encode()).hexdigest()[:40]
-        return f"{key[: KEY_LIMIT - 41]}~{digest}"
+        return idempotency_key(self.execution_id, operation)
 
     def headers(self, operation: str = "") -> dict[str, str]:
         """HTTP headers that let the other side refuse a duplicate or a stale caller.
@@ -119,6 +115,15 @@ class Fence:
         `Idempotency-Key` is a quoted string, as draft-ietf-httpapi-idempotency-key-header has it.
         """
         return {"Idempotency-Key": f'"{self.key(operation)}"', "Fencing-Token": str(self.token)}
+
+
+def idempotency_key(execution_id: str, operation: str = "") -> str:
+    """`Fence.key` of an execution that is not at hand as a fence."""
+    key = quote(f"{execution_id}:{operation}" if operation else execution_id, safe=_UNRESERVED)
+    if len(key) <= KEY_LIMIT:
+        return key
+    digest = hashlib.sha256(key.encode()).hexdigest()[:40]
+    return f"{key[: KEY_LIMIT - 41]}~{digest}"
 
 
 _current: ContextVar[Fence] = ContextVar("apscheduler_fence.current")

@@ -218,16 +218,20 @@ def test_old_operations_can_be_forgotten(bank):
 
 
 @every_database
-def test_a_session_is_flushed_before_it_is_checked(bank):
+@pytest.mark.parametrize("form", ["check", "block"])
+def test_a_session_is_flushed_before_it_is_checked(bank, form):
     """The check comes after the session's own writes: it is the last statement before the commit."""
     statements = []
-    with bank.session.begin() as db:
-        event.listen(db.connection(), "before_cursor_execute", lambda *heard: statements.append(heard[2].split()[0:3]))
-        db.get(Account, 42).balance += 5
-        bank.guard.check(db, "account:42", operation="settle", fence=bearer(1))
-    written = [" ".join(words) for words in statements if words[0] != "SELECT"]
-    assert written[0].startswith("UPDATE account")
-    assert written[1:] == ["INSERT INTO fence_resource", "INSERT INTO fence_operation"]
+    event.listen(bank.engine, "before_cursor_execute", lambda *heard: statements.append(" ".join(heard[2].split()[:3])))
+    if form == "check":
+        with bank.session.begin() as db:
+            db.get(Account, 42).balance += 5
+            bank.guard.check(db, "account:42", operation="settle", fence=bearer(1))
+    else:
+        with bank.guard.writing(bank.session, "account:42", operation="settle", fence=bearer(1)) as db:
+            db.get(Account, 42).balance += 5
+    written = [statement for statement in statements if not statement.startswith("SELECT")]
+    assert written == ["UPDATE account SET", "INSERT INTO fence_resource", "INSERT INTO fence_operation"]
     assert bank.balance == 5
 
 
