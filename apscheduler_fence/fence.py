@@ -8,10 +8,11 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import quote
 
 from apscheduler_fence.errors import ConfigError, FenceError, LeaseLost
+from apscheduler_fence.lease import settle, settled
 from apscheduler_fence.policy import (
     LABEL,
     annotates_fence,
@@ -27,11 +28,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from datetime import datetime
 
-    from apscheduler_fence.lease import Grant
+    from apscheduler_fence.lease import Change, Grant, Seen
     from apscheduler_fence.policy import Instant, Policy
     from apscheduler_fence.slots import Slot
 
 KEY_LIMIT = 255
+
+SettleIn: TypeAlias = "Callable[[Any, Change, Callable[[], None]], bool]"
+"""Applies a change in a transaction of the caller's, calls the function if that is rolled back, says whether it matched."""
 # No quote, backslash or control character: a key needs no escaping inside a header's quoted string.
 _READABLE = "/:@!$&'()*+,;="
 
@@ -52,11 +56,24 @@ class Hold:
     overdue: bool = False
     announced: bool = False
     ended: bool = False
+    settle_in: SettleIn | None = None
+    settling: bool = False
+    settled_in: bool = False
 
     @property
     def execution_id(self) -> str:
         """The logical run that the lease is held for."""
         return self.slot.execution_id
+
+    def recorded(self, seen: Seen, change: Change) -> bool:
+        """Whether the store shows the outcome that `change` was to record, or the one the job has recorded by itself."""
+        return settled(seen, self.grant, change) or (
+            self.settled_in and settled(seen, self.grant, settle(self.grant, "succeeded"))
+        )
+
+    def resume(self) -> None:
+        """Renew this lease again: the transaction that was to give it back has been rolled back."""
+        self.settling = False
 
     def remaining(self) -> float:
         """Seconds for which the lease can still be trusted; 0 once it is lost, and from then on."""
@@ -110,6 +127,36 @@ class Fence:
             LeaseLost: it cannot.
         """
         if self.lost:
+            raise LeaseLost(self.execution_id, self.token)
+
+    def settle_in(self, db: Any) -> None:
+        """Record in a transaction of the store's own database that this execution has succeeded.
+
+        Then the record commits or rolls back together with what the job has written there, with its outbox messages and
+        with a guard's check. Committed, it is final whatever the job does afterwards, and its lease is free: let it be the
+        last the job does. After a rollback the run is recorded by how it ends, as ever. Nothing renews the lease while the
+        transaction is open.
+
+        Args:
+            db: an SQLAlchemy connection or session in a transaction; of an asynchronous one, `await
+                db.run_sync(fence.settle_in)` lends it.
+
+        Raises:
+            LeaseLost: another holder has taken over; the transaction has been rolled back.
+            ConfigError: the store is not in an SQL database, or not in this one.
+            FenceError: there is no transaction here.
+        """
+        hold = self._hold
+        if hold is None or hold.settle_in is None:
+            raise ConfigError("settle_in needs a store in an SQL database, and this run's store is none")
+        hold.settling = hold.settled_in = True
+        try:
+            applied = hold.settle_in(db, settle(hold.grant, "succeeded"), hold.resume)
+        except BaseException:
+            hold.resume()
+            raise
+        if not applied:
+            hold.resume()
             raise LeaseLost(self.execution_id, self.token)
 
     def key(self, operation: str = "") -> str:

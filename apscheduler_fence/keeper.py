@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from apscheduler_fence.errors import ConfigError, StoreError
 from apscheduler_fence.events import EVENT_JOB_LOST, EVENT_LEASE_LOST, EVENT_LEASE_OVERDUE, LeaseEvent, in_time
-from apscheduler_fence.lease import Change, Execution, Key, abandon, broken, move_state, renew, settled
+from apscheduler_fence.lease import Change, Execution, Key, abandon, broken, move_state, renew
 from apscheduler_fence.policy import Instant, elapsed, in_micros, instant
 from apscheduler_fence.stores.base import HeldLeases, Store
 
@@ -55,7 +55,7 @@ def plan(holds: Iterable[Hold], now: Instant, since_round: float, *, failing: bo
 
     All are renewed together every third of the shortest `lock_at_most`, or much faster while the store does not answer.
     """
-    live = [hold for hold in holds if not hold.ended]
+    live = [hold for hold in holds if not (hold.ended or hold.settling)]
     lost = tuple(hold for hold in live if hold.remaining() <= 0)
     kept = [hold for hold in live if not hold.lost and _renewable(hold, now)]
     overdue = tuple(hold for hold in live if not hold.overdue and _overdue_in(hold, now) <= 0)
@@ -276,7 +276,7 @@ class Keeper:
         for hold, token in zip(holds, tokens, strict=True):
             if token is not None:
                 hold.since = sent
-            elif not hold.ended:
+            elif not (hold.ended or hold.settling):
                 self._lose(hold)
 
     def _recovered(self) -> None:
@@ -324,7 +324,9 @@ class Keeper:
     def _settle_again(self, item: _Unsettled) -> bool:
         grant = item.hold.grant
         [token] = self.store.swap([item.change])
-        if token is None and not settled(self.store.read(Key(grant.lease, grant.job, grant.slot)), grant, item.change):
+        if token is None and not item.hold.recorded(
+            self.store.read(Key(grant.lease, grant.job, grant.slot)), item.change
+        ):
             self.unrecorded(item.hold, item.change)
         else:
             logger.info("Outcome of %s recorded after all: token %s", item.hold.execution_id, grant.token)

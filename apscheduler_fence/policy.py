@@ -6,14 +6,14 @@ import builtins
 import inspect
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from datetime import datetime, timedelta
 from difflib import get_close_matches
 from functools import partial
 from types import UnionType
-from typing import Any, ForwardRef, TypeAlias, TypeVar, Union, get_args, get_origin, overload
+from typing import Any, ForwardRef, Protocol, TypeAlias, TypeVar, Union, get_args, get_origin, overload
 
 from apscheduler_fence.errors import ConfigError
 from apscheduler_fence.slots import validate_name
@@ -125,6 +125,19 @@ def _slot_rule(value: object) -> SlotRule:
         raise ConfigError(f"{error}; or a function from the scheduled time to the slot's time") from None
 
 
+class Claimable(Protocol):
+    """A guarded resource, known by one method only, whatever it is that guards it."""
+
+    def claim(self, fence: Any) -> object:
+        """Fence predecessors off, or raise `StaleToken`."""
+
+
+def _resources(value: object) -> tuple[Claimable, ...]:
+    if not isinstance(value, list | tuple) or not all(callable(getattr(each, "claim", None)) for each in value):
+        raise ConfigError(f"resources={value!r}: a list of objects with a method claim(fence) is allowed")
+    return tuple(value)
+
+
 # --- the policy -------------------------------------------------------------------------------------------------------
 
 
@@ -143,6 +156,8 @@ class Policy:
         slot: which slot a scheduled time belongs to, where the trigger's own answer is not the right one: a function
             from the scheduled time to an aware datetime, or a fixed period.
         lease: a lease name that several jobs share, so that at most one of them runs at a time.
+        resources: guarded resources to claim before the job is entered, so that predecessors are fenced off: a list of
+            objects with a method `claim(fence)`, such as those that a guard's `resource()` gives.
     """
 
     name: str | None = None
@@ -153,6 +168,7 @@ class Policy:
     once_per_slot: bool = True
     slot: SlotRule | None = None
     lease: str | None = None
+    resources: tuple[Claimable, ...] = ()
 
 
 _PARSERS: dict[str, Callable[[object], Any]] = {
@@ -164,6 +180,7 @@ _PARSERS: dict[str, Callable[[object], Any]] = {
     "once_per_slot": lambda value: parse_flag(value, "once_per_slot"),
     "slot": _optional(_slot_rule),
     "lease": _optional(lambda value: validate_name(value, "lease")),
+    "resources": _resources,
 }
 
 OPTIONS = tuple(field.name for field in fields(Policy))
@@ -229,6 +246,7 @@ def fenced(
     once_per_slot: bool = ...,
     slot: Callable[[datetime], datetime] | Duration | None = ...,
     lease: str | None = ...,
+    resources: Sequence[Claimable] = ...,
 ) -> Callable[[F], F]: ...
 def fenced(function: Callable[..., Any] | None = None, /, **options: Any) -> Any:
     """Say how a job is coordinated. The options are those of `Policy`; those not given are left to the executor.

@@ -46,7 +46,6 @@ from apscheduler_fence.lease import (
     granted,
     is_mine,
     settle,
-    settled,
 )
 from apscheduler_fence.policy import Instant, Policy, elapsed, in_micros, instant
 from apscheduler_fence.slots import Slot, slot_of
@@ -59,6 +58,7 @@ if TYPE_CHECKING:
     from apscheduler.triggers.base import BaseTrigger
 
     from apscheduler_fence.events import FenceEvent
+    from apscheduler_fence.policy import Claimable
     from apscheduler_fence.stores.base import Store, StoreDescription
 
 logger = logging.getLogger(__name__)
@@ -189,12 +189,13 @@ class Sleep:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The job function itself; answered with an `Outcome`, whatever happens."""
+    """Claiming the resources, then the job function itself; answered with an `Outcome`, whatever happens."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     fence: Fence | None
+    resources: tuple[Claimable, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,6 +264,7 @@ class _Claim:
         return Hold(
             granted(self.ask, token, attempt), self.slot, run.policy or Policy(), since=since, began=since,
             job_id=run.job_id, jobstore=run.jobstore, clock=self.node.clock,
+            settle_in=getattr(self.node.store, "settle_in", None),
         )  # fmt: skip
 
     def announce_displaced(self) -> None:
@@ -388,7 +390,7 @@ def _run_held(run: Run, run_time: datetime, hold: Hold, node: Node) -> Flow:
     except Exception as error:  # noqa: BLE001 - whatever is wrong with the arguments is this run's outcome
         outcome = Outcome(error=error)
     else:
-        outcome = yield Call(function, args, kwargs, fence)
+        outcome = yield Call(function, args, kwargs, fence, hold.policy.resources)
     if node.forks != forks:  # the job forked, and this is the child: what is held here is the parent's
         return ended(run, run_time, outcome)
     state: FinalState = "succeeded" if outcome.error is None else "cancelled" if outcome.cancelled else "failed"
@@ -403,7 +405,7 @@ def _settle(hold: Hold, change: Change, node: Node) -> Generator[Step, Any, None
         token = yield Swap(change)
         if token is None:
             seen = yield Read(Key(grant.lease, grant.job, grant.slot))
-            if not settled(seen, grant, change):
+            if not hold.recorded(seen, change):
                 node.keeper.unrecorded(hold, change)
     except BaseException as error:
         node.keeper.settle_later(hold, change)
@@ -488,6 +490,8 @@ def call(step: Call) -> Outcome:
             value = step.function(*step.args, **step.kwargs)
         else:
             with entered(step.fence):
+                for resource in step.resources:
+                    resource.claim(step.fence)
                 value = step.function(*step.args, **step.kwargs)
     except BaseException as error:  # noqa: BLE001 - as APScheduler: whatever ends a job is that job's outcome
         return outcome_of(error)
@@ -503,6 +507,8 @@ async def call_async(step: Call) -> Outcome:
         if step.fence is None:
             return Outcome(await step.function(*step.args, **step.kwargs))
         with entered(step.fence):
+            for resource in step.resources:
+                await asyncio.to_thread(resource.claim, step.fence)
             return Outcome(await step.function(*step.args, **step.kwargs))
     except BaseException as error:  # noqa: BLE001 - as above
         return outcome_of(error)

@@ -9,12 +9,14 @@ import random
 import time
 from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
-from sqlalchemy import Connection
+from sqlalchemy import Connection, event
 from sqlalchemy.exc import DBAPIError, InvalidRequestError
 
 from apscheduler_fence.errors import ConfigError, FenceError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from sqlalchemy import Engine, MetaData
     from sqlalchemy.orm import Session
 
@@ -43,6 +45,20 @@ def connection_of(db: Database) -> Connection:
             "this connection commits every statement by itself (AUTOCOMMIT), so nothing can be undone or belong together"
         )
     return connection
+
+
+def on_rollback(connection: Connection, undone: Callable[[], None]) -> None:
+    """Call `undone` if the present transaction is rolled back, or the savepoint that it is in."""
+    over: list[object] = []
+
+    def roll_back(*_: object) -> None:
+        if not over:
+            undone()
+
+    event.listen(connection, "rollback", roll_back)
+    if connection.in_nested_transaction():
+        event.listen(connection, "rollback_savepoint", roll_back)
+    event.listen(connection, "begin", over.append)  # the next one; a commit may still fail
 
 
 def _commits_by_itself(connection: Connection) -> bool:
