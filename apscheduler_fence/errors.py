@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from datetime import timedelta
+
 
 class FenceError(Exception):
     """Anything that apscheduler-fence raises."""
@@ -97,3 +102,15 @@ class AlreadyApplied(FenceError):  # noqa: N818 - as above
 
     def __str__(self) -> str:
         return f"operation {self.operation!r} of {self.execution_id} is already applied at {self.resource!r}"
+
+
+class Retry(FenceError):  # noqa: N818 - a request, made by raising it
+    """Raised by a job to ask for another attempt of this execution, whatever `retry_on` says; `retries` bounds it.
+
+    Attributes:
+        after: how long to wait before (a `timedelta`, seconds, or text such as "30s"); None leaves it to `retry_delay`.
+    """
+
+    def __init__(self, message: str = "", *, after: timedelta | float | str | None = None) -> None:
+        super().__init__(message or "the job asks to be run again")
+        self.after = after

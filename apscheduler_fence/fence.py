@@ -56,6 +56,8 @@ class Hold:
     overdue: bool = False
     announced: bool = False
     ended: bool = False
+    regranting: bool = False
+    cancel: Callable[[], object] | None = None
     settle_in: SettleIn | None = None
     settling: bool = False
     settled_in: bool = False
@@ -149,6 +151,9 @@ class Fence:
         hold = self._hold
         if hold is None or hold.settle_in is None:
             raise ConfigError("settle_in needs a store in an SQL database, and this run's store is none")
+        if hold.grant.token != self.token:  # an earlier attempt's fence: what it stands for is over
+            db.rollback()
+            raise LeaseLost(self.execution_id, self.token)
         hold.settling = hold.settled_in = True
         try:
             applied = hold.settle_in(db, settle(hold.grant, "succeeded"), hold.resume)
@@ -177,7 +182,7 @@ class Fence:
 
 def idempotency_key(execution_id: str, operation: str = "") -> str:
     """`Fence.key` of an execution that is not at hand as a fence."""
-    key = quote(execution_id, safe=_READABLE, errors="surrogatepass")
+    key = quote(execution_id, safe=_READABLE)
     if operation:
         # Where the operation begins must be plain: it holds neither of the two that structure an execution ID.
         name = quote(operation, safe=_READABLE.translate({ord("/"): None, ord(":"): None}), errors="surrogatepass")

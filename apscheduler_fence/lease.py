@@ -45,7 +45,7 @@ FinalState = Literal["succeeded", "failed", "cancelled", "lost", "superseded"]
 State = Literal["waiting", "running", "succeeded", "failed", "cancelled", "lost", "superseded"]
 Delivery = Literal["at_most_once", "at_least_once"]
 Overlap = Literal["skip", "queue", "allow", "replace"]
-Reason = Literal["done", "running", "held", "spacing", "lost", "pruned", "early"]
+Reason = Literal["done", "running", "held", "spacing", "lost", "pruned", "early", "queued", "full"]
 
 FINAL_STATES: tuple[FinalState, ...] = ("succeeded", "failed", "cancelled", "lost", "superseded")
 
@@ -199,6 +199,11 @@ class Change:
     """The run this change ends or sends back to waiting, as it will be; whoever wins the swap announces it."""
 
     @property
+    def enqueues(self) -> bool:
+        """Whether this change records a slot that waits for its lease."""
+        return any(isinstance(move, Insert) and move.row.state == "waiting" for move in self.executions)
+
+    @property
     def grants(self) -> bool:
         """Whether the claimer holds the lease once this change is applied."""
         return self.lease is not None and self.lease.write in ("grant", "regrant")
@@ -273,6 +278,16 @@ def is_live(lease: Lease | None, now: Micros) -> bool:
     return lease is not None and lease.expires_at is not None and lease.expires_at > now
 
 
+def is_spaced(lease: Lease, now: Micros) -> bool:
+    """It is too soon after the last grant."""
+    return now < lease.hold_until and not _is_unspaced(lease)
+
+
+def _is_unspaced(lease: Lease | None) -> bool:
+    # Granted without `lock_at_least`: then a store's clock that is set back before the grant must not hold up anything.
+    return lease is not None and lease.hold_until == lease.acquired_at
+
+
 def next_token(last: int, now: Micros) -> int:
     """The token of a new grant: larger than the last, and at least the store's clock, so that a loss cannot repeat one."""
     return max(last + 1, now)
@@ -308,7 +323,7 @@ def claim(seen: Seen, ask: Ask) -> Change | Refusal:
     if is_live(lease, seen.now):
         return _meet_holder(seen, ask, lease)
     taking_over = seen.execution is not None and seen.execution.attempt > 0
-    too_soon = seen.now < lease.hold_until and not taking_over
+    too_soon = is_spaced(lease, seen.now) and not taking_over
     if ask.overlap == "queue" and (too_soon or _is_behind(seen)):
         # A lease that is over is made free first; then this slot takes its place in the line.
         return (
@@ -324,6 +339,8 @@ def _refuse_slot(seen: Seen, ask: Ask) -> Refusal | None:
     if row is None:
         if seen.lease is not None and ask.slot_at <= seen.lease.pruned_through:
             return Refusal("pruned")
+        if ask.overlap == "allow" and ask.slot_at <= seen.now - ask.keep_for - ask.max_early:
+            return Refusal("pruned")  # its lease has no other slot, so `pruned_through` may be gone with it
         if ask.slot_at > seen.now + ask.max_early:
             return Refusal("early", until=ask.slot_at)
         return None
@@ -365,7 +382,7 @@ def _grant(seen: Seen, ask: Ask, lease: Lease | None) -> Change:
         moves.append(_end(displaced, ask.nonce, ask.keep_for))
     moves.append(_begin(row, ask))
     return Change(
-        _grant_move(ask, lease, "over" if row is not None and row.attempt > 0 else "open"),
+        _grant_move(ask, lease, "over" if (row is not None and row.attempt > 0) or _is_unspaced(lease) else "open"),
         tuple(moves),
         displaced=_ended(displaced, ask.nonce) if displaced is not None else None,
     )
@@ -437,10 +454,9 @@ def _ended(row: Execution, by: str, state: State | None = None) -> Execution:
 def _enqueue(seen: Seen, ask: Ask, lease: Lease) -> Change | Refusal:
     free = lease.holder is None
     if seen.execution is not None:
-        if free and seen.now < lease.hold_until:
-            return Refusal("spacing", until=lease.hold_until)
-        ahead = seen.waiting.holder if free and seen.waiting is not None else lease.holder
-        return Refusal("held", ahead, lease.expires_at)
+        ahead = seen.waiting.holder if free and _is_behind(seen) and seen.waiting is not None else lease.holder
+        until = lease.hold_until if free and is_spaced(lease, seen.now) else lease.expires_at
+        return Refusal("queued", ahead, until)
     move = LeaseMove(
         ask.lease, lease.token, lease.holder,
         condition="over" if free else "live",
@@ -525,6 +541,22 @@ def _break(seen: Seen, lease: Lease, nonce: str, keep_for: Micros, condition: Co
         (_end(row, nonce, keep_for),) if row is not None else (),
         displaced=_ended(row, nonce) if row is not None else None,
     )
+
+
+def orphan(seen: Seen, nonce: str, *, orphan_after: Micros, keep_for: Micros) -> Change | None:
+    """Give up a waiting execution that nobody has taken for so long although its lease was free; None if it is not so."""
+    row, lease = seen.execution, seen.lease
+    if row is None or row.state != "waiting" or lease is None or is_live(lease, seen.now):
+        return None
+    if seen.now < max(lease.acquired_at, lease.hold_until, row.slot_at) + orphan_after:
+        return None
+    move = Update(
+        row.job, row.slot, was="waiting", token=row.token, state="lost", attempt=row.attempt,
+        holder=nonce, keep_for=keep_for,
+    )  # fmt: skip
+    return Change(
+        LeaseMove(lease.name, lease.token, lease.holder, "over", "none"), (move,), displaced=_ended(row, nonce, "lost")
+    )  # fmt: skip
 
 
 def broken(seen: Seen, change: Change) -> bool:

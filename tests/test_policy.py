@@ -640,6 +640,7 @@ def later(monotonic, boottime, wall):
         (later(3, 3, 3), 3),
         (later(3, 3, -3600), 3),  # the wall clock was set back
         (later(3, 63, 63), 63),  # suspended for a minute
+        (later(3, 63, -3600), 63),  # both
         (later(3, 3, 63), 63),  # a snapshot was restored, or the wall clock was set forward
         (later(3, 3, 2.9), 3),
         (later(0, 0, 0), 0),

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timezone
 
 import pytest
@@ -10,9 +11,10 @@ from apscheduler.events import EVENT_JOB_ERROR, EVENT_JOB_EXECUTED
 from apscheduler.schedulers.asyncio import AsyncIOScheduler
 from trouble import TroubledStore
 from waiting import eventually
-from watched import Watched, moment
+from watched import Watched, moment, own_threads
 
 from apscheduler_fence import EVENT_LEASE_LOST, EVENT_LEASE_OVERDUE, FencedExecutor, current_fence, fenced
+from apscheduler_fence.runner import _submit, run_on_loop
 from apscheduler_fence.stores import open_store
 
 
@@ -160,6 +162,31 @@ def test_a_claim_in_flight_when_its_task_is_cancelled_is_given_back(url, rows):
     assert entered == []
 
 
+def test_a_claim_that_failed_while_its_task_was_cancelled_is_not_tried_again(url, rows):
+    """The swap in flight found the lease moved: for a run that will not be, nobody asks a second time."""
+
+    class MovedLease(GatedStore):
+        def swap(self, changes):
+            if self.at_gate.is_set():
+                return super().swap(changes)
+            self._through("swap", [])
+            return [None]
+
+    store = MovedLease(open_store(url), "swap")
+
+    async def application():
+        node = node_on(store)
+        node.run(asyncio.sleep, 0)
+        await until(store.at_gate.is_set)
+        await shut_down(node)
+        await until(lambda: node.heard.of(EVENT_JOB_ERROR))
+        store.gate.set()
+
+    asyncio.run(application())
+    eventually(lambda: not own_threads())
+    assert rows() == []
+
+
 def test_a_task_cancelled_before_its_claim_leaves_the_slot_to_others(url, rows):
     """Only reading so far: nothing is claimed for a run that will not be."""
     store, at = GatedStore(open_store(url), "read"), moment()
@@ -264,3 +291,34 @@ def test_events_after_the_loop_was_closed_are_heard_on_another_thread(url):
     go_on.set()
     executed = node.heard.one(EVENT_JOB_EXECUTED)
     assert {node.heard.threads[node.heard.index(event)] for event in (lost, executed)} == {"apscheduler-fence-events"}
+
+
+def test_a_coroutine_that_is_destroyed_is_recorded_as_cancelled(url, rows):
+    """A loop that is dropped closes its coroutines: there is nothing to await with, and the lease is given back."""
+
+    async def application():
+        node = node_on(url)
+        node.scheduler.pause()
+        job = node.run(asyncio.sleep, 60)
+        submission = run_on_loop(node.executor._run_of(job, [moment()]), node.executor._node, node.executor._pool)
+        waits_for = submission.send(None)
+        while not node.executor._node.keeper.held:
+            await asyncio.sleep(0.005)
+            if waits_for.done():
+                waits_for = submission.send(None)
+        submission.close()
+        await until(lambda: rows()[0].state != "running")
+        assert node.executor._node.keeper.held == ()
+        await shut_down(node)
+
+    asyncio.run(application())
+    assert rows()[0].state == "cancelled"
+
+
+def test_without_a_pool_the_store_is_told_on_the_loop():
+    """At the end of the interpreter pools take no more work; a lease is given back all the same."""
+    pool = ThreadPoolExecutor(1)
+    pool.shutdown()
+    assert _submit(pool, int, "7").result() == 7
+    with pytest.raises(ValueError):
+        _submit(pool, int, "x").result()
