@@ -55,12 +55,15 @@ def plan(holds: Iterable[Hold], now: Instant, since_round: float, *, failing: bo
 
     All are renewed together every third of the shortest `lock_at_most`, or much faster while the store does not answer.
     """
-    live = [hold for hold in holds if not (hold.ended or hold.settling)]
+    held = [hold for hold in holds if not hold.ended]
+    live = [hold for hold in held if not hold.settling]
     lost = tuple(hold for hold in live if hold.remaining() <= 0)
     kept = [hold for hold in live if not hold.lost and _renewable(hold, now)]
     overdue = tuple(hold for hold in live if not hold.overdue and _overdue_in(hold, now) <= 0)
     waits = [_overdue_in(hold, now) for hold in live if not hold.overdue and hold not in overdue]
     waits += [hold.remaining() for hold in live if not hold.lost]
+    # Nobody says when the transaction that is to give a lease back has been rolled back instead.
+    waits += [hold.policy.lock_at_most.total_seconds() / 6 for hold in held if hold.settling]
     if not kept:
         return Plan((), lost, overdue, max(0.0, min([IDLE, *waits])))
     every = min(hold.policy.lock_at_most for hold in kept).total_seconds() / 3

@@ -78,23 +78,24 @@ def test_a_rollback_takes_the_record_back(bank):
     assert bank.balance == 0
 
 
-@every_database
+@pytest.mark.backends("sqlite", "postgresql")
 @pytest.mark.parametrize("undo", ["rollback", "close", "savepoint"])
 def test_after_a_rollback_the_lease_is_renewed_again(bank, undo):
     """Whichever way the transaction ended, a run that goes on keeps its lease for as long as it takes."""
 
-    @fenced(lock_at_most="600ms")
+    @fenced(lock_at_most="900ms")
     def pay():
         with bank.engine.connect() as db:
             db.execute(add())
             inner = db.begin_nested() if undo == "savepoint" else None
             current_fence().settle_in(db)
+            time.sleep(0.35)  # a renewal falls due meanwhile
             if undo == "rollback":
                 db.rollback()
             if inner is not None:
                 inner.rollback()
                 db.commit()
-        time.sleep(1.2)
+        time.sleep(1.3)
         current_fence().check()
 
     ran = run(bank.url, pay)
@@ -222,3 +223,45 @@ def test_an_asynchronous_transaction_can_settle(bank):
 def test_a_fake_fence_settles_nothing():
     """A unit test of a job that settles by itself needs no store."""
     fake_fence().settle_in(object())
+
+
+@every_database
+def test_an_attempt_that_has_settled_is_not_repeated(bank):
+    """Its effect is there; the exception that came afterwards is no reason to run again."""
+
+    def pay():
+        with bank.engine.begin() as db:
+            db.execute(add())
+            current_fence().settle_in(db)
+        raise Boom
+
+    ran = run(bank.url, pay, retries=3, retry_delay=0)
+    assert (ran.event.code, ran.others, ran.record.state, ran.record.attempt) == (EVENT_JOB_ERROR, [], "succeeded", 1)
+    assert bank.balance == 1
+
+
+@every_database
+def test_an_attempt_that_was_rolled_back_is_repeated_and_settles(bank):
+    """The fence of the earlier attempt settles nothing any more."""
+    earlier = []
+
+    def pay():
+        fence = current_fence()
+        earlier.append(fence)
+        with bank.engine.connect() as db, pytest.raises(LeaseLost) if fence.attempt > 1 else contextlib.nullcontext():
+            db.execute(add(100))
+            earlier[0].settle_in(db)
+        with bank.engine.begin() as db:
+            db.execute(add())
+            fence.settle_in(db)
+            if fence.attempt == 1:
+                raise Boom
+
+    ran = run(bank.url, pay, retries=3, retry_delay=0)
+    assert (ran.event.code, ran.others, ran.record.state, ran.record.attempt) == (
+        EVENT_JOB_EXECUTED,
+        [],
+        "succeeded",
+        2,
+    )
+    assert bank.balance == 1
