@@ -6,6 +6,7 @@ import click
 
 from apscheduler_fence import __version__
 from apscheduler_fence.cli.demo import demo
+from apscheduler_fence.cli.outbox import outbox
 from apscheduler_fence.cli.tables import init
 
 
@@ -17,3 +18,4 @@ def group() -> None:
 
 group.add_command(demo)
 group.add_command(init)
+group.add_command(outbox)

@@ -235,7 +235,7 @@ def test_an_attempt_that_has_settled_is_not_repeated(bank):
             current_fence().settle_in(db)
         raise Boom
 
-    ran = run(bank.url, pay, retries=3, retry_delay=0)
+    ran = run(bank.url, pay, retries=3, retry_delay="1m")
     assert (ran.event.code, ran.others, ran.record.state, ran.record.attempt) == (EVENT_JOB_ERROR, [], "succeeded", 1)
     assert bank.balance == 1
 
