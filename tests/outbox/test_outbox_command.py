@@ -89,7 +89,7 @@ def test_a_relay_goes_on_until_it_is_interrupted(mail, store_url, command, tmp_p
     mail.add("a")
     words = ("--database", store_url, "relay", "handlers_for_cli:send", "--every", "20ms")
     with Node("-m", "apscheduler_fence.cli", "outbox", *words) as relay:
-        eventually(lambda: (tmp_path / "sent").exists(), within=30)
+        eventually((tmp_path / "sent").exists, within=30)
         mail.add("b")
         eventually(lambda: not mail.outbox.entries("waiting"))
         relay.signal(number)
