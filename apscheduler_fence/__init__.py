@@ -1,6 +1,15 @@
 """Run each APScheduler job once per schedule slot in the whole cluster, fenced."""
 
-from apscheduler_fence.errors import ConfigError, FenceError, LeaseLost, Retry, StaleToken, StoreError
+from apscheduler_fence.errors import (
+    AlreadyApplied,
+    ConfigError,
+    FenceError,
+    InvalidToken,
+    LeaseLost,
+    Retry,
+    StaleToken,
+    StoreError,
+)
 from apscheduler_fence.events import (
     EVENT_FENCE_ALL,
     EVENT_JOB_LOST,
@@ -25,12 +34,14 @@ __all__ = [
     "EVENT_JOB_REFUSED",
     "EVENT_LEASE_LOST",
     "EVENT_LEASE_OVERDUE",
+    "AlreadyApplied",
     "Backoff",
     "ConfigError",
     "Fence",
     "FenceError",
     "FenceEvent",
     "FencedExecutor",
+    "InvalidToken",
     "JobRefusedEvent",
     "LeaseEvent",
     "LeaseLost",

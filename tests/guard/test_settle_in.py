@@ -199,6 +199,21 @@ def test_settling_where_it_can_not_belong_to_the_effect_is_refused(bank, tmp_pat
     assert isinstance(run("memory://settle", stay).event.exception, ConfigError)
 
 
+@pytest.mark.backends("sqlite")
+def test_a_refused_attempt_to_settle_leaves_the_lease_as_it_was(bank):
+    """It goes on being renewed."""
+
+    @fenced(lock_at_most="900ms")
+    def pay():
+        with bank.engine.connect() as db, pytest.raises(FenceError):
+            current_fence().settle_in(db)
+        time.sleep(1.5)
+        current_fence().check()
+
+    ran = run(bank.url, pay)
+    assert (ran.event.code, ran.others, ran.record.state) == (EVENT_JOB_EXECUTED, [], "succeeded")
+
+
 @pytest.mark.backends("postgresql")
 def test_an_asynchronous_transaction_can_settle(bank):
     """`run_sync` lends it."""
