@@ -166,6 +166,10 @@ class Outbox:
         """Create the table if it is missing."""
         create_tables(self._engine if bind is None else bind, self.metadata)
 
+    def close(self) -> None:
+        """Close every connection that is not in use; the next call opens new ones."""
+        self._engine.dispose()
+
     # --- writing ------------------------------------------------------------------------------------------------------
 
     def add(

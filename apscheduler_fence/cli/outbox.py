@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import signal
 import sys
@@ -54,6 +53,7 @@ def _told(command: Callable[P, R]) -> Callable[P, R]:
 def outbox(context: click.Context, database: str, table_prefix: str, schema: str | None) -> None:
     """Messages that were written together with their cause, and are sent afterwards."""
     context.obj = Outbox(database, table_prefix=table_prefix, schema=schema)
+    context.call_on_close(context.obj.close)
 
 
 @outbox.command("list")
@@ -121,14 +121,15 @@ def relay(messages: Outbox, handler: str, every: str | None) -> None:
     """Send what is due with HANDLER, a function as package.module:name that takes one Message."""
     send = _load(handler)
     pause = None if every is None else parse_duration(every, "--every").total_seconds()
-    sent = 0
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was claimed is given back at either signal
-    with contextlib.suppress(KeyboardInterrupt):
-        sent = messages.relay(send)
+    try:
+        click.echo(f"{messages.relay(send)} messages sent")
         while pause is not None:
             time.sleep(pause)
-            sent += messages.relay(send)
-    click.echo(f"{sent} messages sent")
+            if sent := messages.relay(send):
+                click.echo(f"{sent} messages sent")
+    except KeyboardInterrupt:
+        click.echo("stopped")
 
 
 def _load(reference: str) -> Handler:

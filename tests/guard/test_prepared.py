@@ -31,14 +31,14 @@ def engine(store_url):
 def make():
     """Makes other bytes each time, and none of them text."""
     numbers = itertools.count(1)
-    return lambda: b"\x00\xff" + str(next(numbers)).encode() * 40_000
+    return lambda: b"\x00\xff" + str(next(numbers)).encode() * 80_000
 
 
 @every_database
 def test_a_later_attempt_gets_the_bytes_of_the_first(engine, make):
     """A retry or take-over has another token and the same payload, without making it again."""
     first = prepared(engine, "signed-tx", make, fence=bearer(1))
-    assert prepared(engine, "signed-tx", make, fence=bearer(2)) == first == b"\x00\xff" + b"1" * 40_000
+    assert prepared(engine, "signed-tx", make, fence=bearer(2)) == first == b"\x00\xff" + b"1" * 80_000
     assert make()[2:3] == b"2"
 
 
@@ -85,6 +85,19 @@ def test_what_could_not_be_made_is_not_kept(engine, make):
     assert prepared(engine, "tx", make, fence=bearer(1))[2:3] == b"1"
 
 
+@pytest.mark.backends("sqlite")
+def test_a_database_that_is_locked_for_a_moment_is_asked_again(engine, make):
+    """Nothing has been sent yet, so there is time."""
+    hurried = sqlalchemy.create_engine(engine.url, connect_args={"timeout": 0.1})
+    with engine.connect() as other:
+        other.exec_driver_sql("BEGIN IMMEDIATE")
+        release = threading.Timer(0.2, other.rollback)
+        release.start()
+        assert prepared(hurried, "tx", make, fence=bearer(1)) == prepared(engine, "tx", make, fence=bearer(1))
+        release.join()
+    hurried.dispose()
+
+
 @every_database
 def test_old_payloads_can_be_forgotten(engine, make):
     """Prune deletes those only that are old enough."""
@@ -120,7 +133,7 @@ def test_an_asynchronous_engine_is_awaited(engine, make):
 
         try:
             first = await prepared(other, "tx", make_later, fence=bearer(1))
-            assert await prepared(other, "tx", make, fence=bearer(1)) == first
+            assert await prepared(other, "tx", pytest.fail, fence=bearer(1)) == first
             both = await asyncio.gather(*(prepared(other, "two", make_later, fence=bearer(1)) for _ in range(2)))
             assert both[0] == both[1]
         finally:

@@ -94,7 +94,7 @@ def test_a_relay_goes_on_until_it_is_interrupted(mail, store_url, command, tmp_p
         eventually(lambda: not mail.outbox.entries("waiting"))
         relay.signal(number)
         assert relay.wait() == 0
-        assert relay.messages[-1]["text"] == "2 messages sent"
+        assert relay.messages[-1]["text"] == "stopped"
 
 
 @pytest.mark.parametrize(
