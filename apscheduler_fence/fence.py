@@ -11,8 +11,17 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from apscheduler_fence.errors import FenceError, LeaseLost
-from apscheduler_fence.policy import LABEL, annotates_fence, elapsed, instant, is_handed, label_of, trusted_for
+from apscheduler_fence.errors import ConfigError, FenceError, LeaseLost
+from apscheduler_fence.policy import (
+    LABEL,
+    annotates_fence,
+    elapsed,
+    instant,
+    is_handed,
+    label_of,
+    signature_of,
+    trusted_for,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +32,8 @@ if TYPE_CHECKING:
     from apscheduler_fence.slots import Slot
 
 KEY_LIMIT = 255
-_UNRESERVED = "/:@!$&'()*+,;=-._~ "
+# No quote, backslash or control character: a key needs no escaping inside a header's quoted string.
+_READABLE = "/:@!$&'()*+,;="
 
 
 @dataclass(slots=True, eq=False)
@@ -106,12 +116,17 @@ class Fence:
         """An idempotency key for one operation of this execution: the same on every attempt.
 
         ASCII and at most 255 characters, which is what common APIs accept; a longer one is cut and ends in a digest.
+        Different executions, and different operations of one, have different keys.
         """
-        key = quote(f"{self.execution_id}:{operation}" if operation else self.execution_id, safe=_UNRESERVED)
+        key = quote(self.execution_id, safe=_READABLE, errors="surrogatepass")
+        if operation:
+            # Where the operation begins must be plain: it holds neither of the two that structure an execution ID.
+            name = quote(operation, safe=_READABLE.translate({ord("/"): None, ord(":"): None}), errors="surrogatepass")
+            key = f"{key}:{name}"
         if len(key) <= KEY_LIMIT:
             return key
-        digest = hashlib.sha256(key.encode()).hexdigest()[:40]
-        return f"{key[: KEY_LIMIT - 41]}~{digest}"
+        digest = hashlib.sha256(key.encode("ascii")).hexdigest()[:40]
+        return f"{key[: KEY_LIMIT - 41]}|{digest}"  # a bar is in no key that was not cut
 
     def headers(self, operation: str = "") -> dict[str, str]:
         """HTTP headers that let the other side refuse a duplicate or a stale caller.
@@ -157,40 +172,84 @@ def bind(
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     """The call to make: what the caller gave, and from the fence what the function declares and the caller did not give.
 
-    The arguments are bound by the signature that `add_job` checked, then laid out by the function's own.
+    Positional arguments count by the signature that `add_job` checked, from which a label hides what is handed; here
+    that is put back into its own place. With no fence (the job runs unfenced) the function's own defaults stand there.
+
+    Raises:
+        ConfigError: there is no fence, and the function cannot do without.
     """
-    while isinstance(function, partial):
+    args, kwargs = tuple(args), dict(kwargs)
+    while isinstance(function, partial) and LABEL not in vars(function):
         args, kwargs = (*function.args, *args), {**function.keywords, **kwargs}
         function = function.func
+    declared = _declared(function, args, kwargs)
+    if declared is None:
+        return function, args, kwargs
+    signature, hidden = declared
     if fence is None:
-        return function, tuple(args), dict(kwargs)
+        _check_unfenced(function, signature, kwargs)
+    offers = {} if fence is None else _offers(signature, fence)
+    return function, *_laid_out(signature, args, kwargs, offers, hidden=hidden)
+
+
+def _declared(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[inspect.Signature, bool] | None:
+    """The signature that declares what is to be handed, and whether the caller's positional arguments pass that over."""
     label = label_of(function)
-    try:
-        seen = inspect.signature(function, follow_wrapped=False)
-    except (TypeError, ValueError):  # some builtins tell no signature
-        return function, tuple(args), dict(kwargs)
-    full = _own_signature(function, label.signature if label is not None else None) or seen
-    handed = {name: value for name, value in _offers(full, fence).items() if name in seen.parameters}
-    if not handed:
-        return function, tuple(args), dict(kwargs)
-    given = seen.bind_partial(*args, **kwargs).arguments
-    arguments = {
-        name: given[name] if name in given else handed[name]
-        for name in full.parameters
-        if name in given or name in handed
-    }
-    call = inspect.BoundArguments(full, arguments)
-    return function, call.args, call.kwargs
+    if label is not None and label.signature is not None:
+        return _own_signature(function, label.signature), True
+    signature = signature_of(function)
+    if signature is None or _hands(signature):
+        return None if signature is None else (signature, False)
+    if _has_var_keyword(signature):
+        # A wrapper that passes on whatever it is given: what it wraps may declare something.
+        wrapped = inspect.signature(function)
+        if _hands(wrapped):
+            labelled = label is not None and label.options is not None
+            return wrapped, labelled and _fits(wrapped, args, kwargs)
+    return None
 
 
-def _own_signature(function: Callable[..., Any], labelled: inspect.Signature | None) -> inspect.Signature | None:
-    if labelled is None:
-        return None
+def _own_signature(function: Callable[..., Any], labelled: inspect.Signature) -> inspect.Signature:
     parameters = list(labelled.parameters.values())
-    bound = inspect.ismethod(function) or not (
-        inspect.isroutine(function) or LABEL in getattr(function, "__dict__", ())
-    )
-    return labelled.replace(parameters=parameters[1:] if bound else parameters)
+    carries_it = inspect.isroutine(function) or LABEL in getattr(function, "__dict__", ())
+    if inspect.ismethod(function) or not carries_it:
+        del parameters[0]
+    shown = signature_of(function)
+    if shown is not None and not _has_var_keyword(shown):
+        # A wrapper that fills a parameter in itself leaves it out of the signature that it shows.
+        parameters = [each for each in parameters if each.name in shown.parameters or not is_handed(each)]
+    return labelled.replace(parameters=parameters)
+
+
+def _hands(signature: inspect.Signature) -> bool:
+    return any(map(is_handed, signature.parameters.values()))
+
+
+def _has_var_keyword(signature: inspect.Signature) -> bool:
+    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in signature.parameters.values())
+
+
+def _fits(wrapped: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether what the caller gave is all that the wrapped function needs: a wrapper may add arguments of its own."""
+    parameters = wrapped.parameters
+    rest = wrapped.replace(parameters=[each for each in parameters.values() if not is_handed(each)])
+    try:
+        rest.bind(*args, **{k: v for k, v in kwargs.items() if k not in parameters or not is_handed(parameters[k])})
+    except TypeError:
+        return False
+    return True
+
+
+def _check_unfenced(function: Callable[..., Any], signature: inspect.Signature, kwargs: dict[str, Any]) -> None:
+    for name, parameter in signature.parameters.items():
+        if is_handed(parameter) and parameter.default is inspect.Parameter.empty and name not in kwargs:
+            called = getattr(function, "__qualname__", type(function).__qualname__)
+            raise ConfigError(
+                f"{called} needs {name}, and this job runs unfenced, where there is none: give the parameter a "
+                f"default ({name}=None), or fence the job"
+            )
 
 
 def _offers(signature: inspect.Signature, fence: Fence) -> dict[str, object]:
@@ -200,3 +259,33 @@ def _offers(signature: inspect.Signature, fence: Fence) -> dict[str, object]:
         for name, parameter in signature.parameters.items()
         if is_handed(parameter)
     }
+
+
+def _laid_out(
+    signature: inspect.Signature,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    offers: dict[str, object],
+    *,
+    hidden: bool,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    # What is wrong with the caller's own arguments is passed on as it is: nobody says it better than Python.
+    named = {**offers, **kwargs}
+    placed: list[Any] = []
+    rest = list(args)
+    for parameter in signature.parameters.values():
+        by_position = parameter.kind is inspect.Parameter.POSITIONAL_ONLY
+        if not by_position and parameter.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
+            break
+        passed_over = hidden and is_handed(parameter)
+        if rest and not passed_over:
+            placed.append(rest.pop(0))
+            if parameter.name not in kwargs:
+                named.pop(parameter.name, None)
+        elif not rest and not by_position:
+            break
+        elif is_handed(parameter) and parameter.name in named:
+            placed.append(named.pop(parameter.name))
+        elif parameter.default is not inspect.Parameter.empty:
+            placed.append(parameter.default)
+    return (*placed, *rest), named

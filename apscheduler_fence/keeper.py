@@ -103,6 +103,8 @@ class Settings:
     lock_at_most: timedelta = timedelta(seconds=30)
     patience: float = 10.0
     retention: timedelta = timedelta(days=30)
+    housekeeping: bool = True
+    """Whether to sweep and prune: not in a pool's child, whose words are heard only when it returns from a run."""
 
 
 @dataclass(eq=False)
@@ -258,7 +260,7 @@ class Keeper:
             self._round = now
             self._guarded(partial(self._renew, todo.renew), None)
         waits = [todo.wait, self._settle(now)]
-        if self._stopping is None:
+        if self._stopping is None and self.settings.housekeeping:
             waits.append(self._housekeeping(now))
         return max(0.0, min(waits))
 

@@ -437,7 +437,10 @@ def _ended(row: Execution, by: str, state: State | None = None) -> Execution:
 def _enqueue(seen: Seen, ask: Ask, lease: Lease) -> Change | Refusal:
     free = lease.holder is None
     if seen.execution is not None:
-        return Refusal("spacing", until=lease.hold_until) if free else Refusal("held", lease.holder, lease.expires_at)
+        if free and seen.now < lease.hold_until:
+            return Refusal("spacing", until=lease.hold_until)
+        ahead = seen.waiting.holder if free and seen.waiting is not None else lease.holder
+        return Refusal("held", ahead, lease.expires_at)
     move = LeaseMove(
         ask.lease, lease.token, lease.holder,
         condition="over" if free else "live",

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import builtins
 import inspect
 import re
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from datetime import datetime, timedelta
+from difflib import get_close_matches
 from functools import partial
-from typing import Any, TypeAlias, TypeVar, overload
+from types import UnionType
+from typing import Any, ForwardRef, TypeAlias, TypeVar, Union, get_args, get_origin, overload
 
 from apscheduler_fence.errors import ConfigError
 from apscheduler_fence.slots import validate_name
@@ -26,11 +30,12 @@ SHORTEST_LEASE = timedelta(milliseconds=100)
 # --- durations --------------------------------------------------------------------------------------------------------
 
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
-_SHORT = re.compile(r"(?:\d+(?:\.\d+)?(?:ms|[smhdw]))+")
-_SHORT_PART = re.compile(r"(\d+(?:\.\d+)?)(ms|[smhdw])")
+_PART = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|[smhdw])\s*", re.ASCII)
+_PARTS = re.compile(rf"(?:{_PART.pattern})+", re.ASCII)
 _ISO = re.compile(
     r"P(?:(\d+(?:\.\d+)?)W)?(?:(\d+(?:\.\d+)?)D)?"
-    r"(?:T(?:(\d+(?:\.\d+)?)H)?(?:(\d+(?:\.\d+)?)M)?(?:(\d+(?:\.\d+)?)S)?)?"
+    r"(?:T(?=\d)(?:(\d+(?:\.\d+)?)H)?(?:(\d+(?:\.\d+)?)M)?(?:(\d+(?:\.\d+)?)S)?)?",
+    re.ASCII,
 )
 
 
@@ -55,15 +60,21 @@ def parse_duration(value: object, option: str) -> timedelta:
 
 
 def _seconds(text: str) -> float:
-    lower = text.lower().replace(" ", "")
-    if _SHORT.fullmatch(lower):
-        return sum(float(number) * _UNITS[unit] for number, unit in _SHORT_PART.findall(lower))
+    lower = text.lower()
+    if _PARTS.fullmatch(lower):
+        return sum(float(number) * _UNITS[unit] for number, unit in _PART.findall(lower))
     iso = _ISO.fullmatch(text.upper())
     if iso is not None and any(iso.groups()):
         return sum(
             float(part or 0) * seconds for part, seconds in zip(iso.groups(), (604800, 86400, 3600, 60, 1), strict=True)
         )
     return float(text)
+
+
+def _text(duration: timedelta) -> str:
+    seconds = duration.total_seconds()
+    unit = next((unit for unit in "dhms" if seconds % _UNITS[unit] == 0), "ms") if seconds else "s"
+    return f"'{seconds / _UNITS[unit]:g}{unit}'"
 
 
 def parse_flag(value: object, option: str) -> bool:
@@ -75,7 +86,7 @@ def parse_flag(value: object, option: str) -> bool:
     words = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
     flag = words.get(str(value).strip().lower())
     if flag is None:
-        raise ConfigError(f"{option}={value!r} is neither true nor false")
+        raise ConfigError(f"{option}={value!r} is neither true nor false: give a bool, or text such as 'true' or 'off'")
     return flag
 
 
@@ -85,7 +96,7 @@ def duration_option(option: str, least: timedelta, most: timedelta = LONGEST) ->
     def parse(value: object) -> timedelta:
         duration = parse_duration(value, option)
         if not least <= duration <= most:
-            raise ConfigError(f"{option}={value!r} is out of range: {least} to {most} are allowed")
+            raise ConfigError(f"{option}={value!r} is out of range: {_text(least)} to {_text(most)} are allowed")
         return duration
 
     return parse
@@ -100,10 +111,18 @@ def _optional(parse: Callable[[object], Any]) -> Callable[[object], Any]:
     return maybe
 
 
+_slot_period = duration_option("slot", timedelta(milliseconds=1))
+
+
 def _slot_rule(value: object) -> SlotRule:
+    if inspect.iscoroutinefunction(value):
+        raise ConfigError(f"slot={value!r} is a coroutine function: a slot is found without awaiting anything")
     if callable(value):
         return value
-    return duration_option("slot", timedelta(milliseconds=1))(value)
+    try:
+        return _slot_period(value)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; or a function from the scheduled time to the slot's time") from None
 
 
 # --- the policy -------------------------------------------------------------------------------------------------------
@@ -156,13 +175,19 @@ def parse_options(options: Mapping[str, object], where: str) -> dict[str, Any]:
     Raises:
         ConfigError: an option is unknown or its value is not allowed.
     """
-    unknown = sorted(set(options) - set(OPTIONS))
+    unknown = [_with_guess(str(name)) for name in options if name not in OPTIONS]
     if unknown:
         raise ConfigError(f"{where}: unknown option {', '.join(unknown)}; there are {', '.join(OPTIONS)}")
     try:
         return {name: _PARSERS[name](value) for name, value in options.items()}
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
+
+
+def _with_guess(name: str) -> str:
+    words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).replace("-", "_").lower()
+    guess = get_close_matches(words, OPTIONS, n=1)
+    return f"{name} (did you mean {guess[0]}?)" if guess else name
 
 
 def resolve(*layers: Mapping[str, Any]) -> Policy:
@@ -180,7 +205,7 @@ def resolve(*layers: Mapping[str, Any]) -> Policy:
 class Label:
     """What a decorator leaves on a function. `options` None: this function is not to be fenced.
 
-    `signature` is the function's own, from before the parameters it is handed were hidden from `add_job`.
+    `signature` is the function's own where parameters that it is handed have been hidden from `add_job`, else None.
     """
 
     options: Mapping[str, Any] | None
@@ -188,7 +213,7 @@ class Label:
 
 
 LABEL = "__fence__"
-HANDED_BY_NAME = ("fence", "fencing_token", "execution_id")
+HANDED_BY_NAME = {"fence": "Fence", "fencing_token": "int", "execution_id": "str"}
 
 
 @overload
@@ -210,37 +235,78 @@ def fenced(function: Callable[..., Any] | None = None, /, **options: Any) -> Any
 
     The very same function comes back: it can be called, pickled and referred to as before. Its parameters that the
     executor fills in (annotated `Fence`, or named `fence`, `fencing_token` or `execution_id`) need not be given to
-    `add_job`, wherever in the signature they stand.
+    `add_job`, wherever in the signature they stand. Above a decorator that fills in parameters of its own is the place
+    for `@fenced`: below it, `add_job` would ask for those.
 
     Raises:
-        ConfigError: an option is unknown or its value is not allowed.
+        ConfigError: an option is unknown or its value is not allowed, or this is nothing that could be labelled.
     """
-    if function is not None and not callable(function):
-        raise ConfigError(f"@fenced takes options by name, not {function!r}")
+    if function is not None and not _decorable(function):
+        raise ConfigError(f'@fenced takes options by name, as in @fenced(lock_at_most="9m"), and not {function!r}')
     parsed = parse_options(options, "@fenced")
 
     def label(function: F) -> F:
-        signature = inspect.signature(function)
-        _mark(function, Label(parsed, signature))
-        function.__signature__ = _advertised(signature)  # type: ignore[attr-defined]
+        target, known = _target(function, "@fenced")
+        if known is not None and known.signature is not None:
+            _mark(target, Label({**(known.options or {}), **parsed}, known.signature))
+            return function
+        own = signature_of(target)
+        hides = own is not None and any(map(is_handed, own.parameters.values()))
+        _mark(target, Label({**(known.options or {} if known else {}), **parsed}, own if hides else None))
+        if own is not None and hides:
+            target.__signature__ = _advertised(own)  # type: ignore[attr-defined]
         return function
 
     return label if function is None else label(function)
 
 
 def unfenced(function: F) -> F:
-    """Let every node run this job for itself: housekeeping that belongs to one process."""
-    _mark(function, Label(None))
+    """Let every node run this job for itself: housekeeping that belongs to one process.
+
+    Raises:
+        ConfigError: this is nothing that could be labelled.
+    """
+    target, known = _target(function, "@unfenced")
+    _mark(target, Label(None, None if known is None else known.signature))
     return function
+
+
+def _decorable(function: object) -> bool:
+    return callable(function) or isinstance(function, classmethod)
+
+
+def _target(function: Callable[..., Any], decorator: str) -> tuple[Callable[..., Any], Label | None]:
+    """The object that carries the label, and the label it carries already (perhaps copied by `functools.wraps`)."""
+    if not _decorable(function):
+        raise ConfigError(f"{decorator} labels functions, and {function!r} is none")
+    if inspect.isclass(function):
+        raise ConfigError(
+            f"{decorator} labels functions, and {function.__qualname__} is a class: decorate the method that is the "
+            "job, `__call__` where instances are"
+        )
+    target = function.__func__ if isinstance(function, classmethod | staticmethod) else function
+    known = getattr(target, "__dict__", {}).get(LABEL)
+    return target, known if isinstance(known, Label) else None
 
 
 def _mark(function: Callable[..., Any], label: Label) -> None:
     try:
         setattr(function, LABEL, label)
-    except AttributeError:
+    except (AttributeError, TypeError):
         raise ConfigError(
-            f"{function!r} cannot carry options: decorate the function itself, or use the executor's policies={{...}}"
+            f"{function!r} cannot carry options: decorate the function where it is defined, or give the executor "
+            'policies={"job id": {...}}'
         ) from None
+
+
+def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
+    """The signature that `add_job` checks, or the nearest there is; None where a builtin tells none."""
+    try:
+        return inspect.signature(function, follow_wrapped=False)
+    except (TypeError, ValueError):
+        with suppress(TypeError, ValueError):
+            return inspect.signature(function)
+    return None
 
 
 def _advertised(signature: inspect.Signature) -> inspect.Signature:
@@ -256,34 +322,50 @@ def _advertised(signature: inspect.Signature) -> inspect.Signature:
 
 
 def is_handed(parameter: inspect.Parameter) -> bool:
-    """Whether the executor fills this parameter in: by its name, or by its annotation."""
+    """Whether the executor fills this parameter in: by its annotation, or by its name unless annotated otherwise."""
     if parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
         return False
-    return parameter.name in HANDED_BY_NAME or annotates_fence(parameter.annotation)
+    if annotates_fence(parameter.annotation):
+        return True
+    expected = HANDED_BY_NAME.get(parameter.name)
+    return expected is not None and not _contradicts(parameter.annotation, expected)
+
+
+def _contradicts(annotation: object, expected: str) -> bool:
+    # Only builtin types do: behind any other name may be an alias of the right one, which text does not tell.
+    others = _alternatives(annotation) - {expected, "object"}
+    return any(isinstance(getattr(builtins, name, None), type) for name in others)
 
 
 def annotates_fence(annotation: object) -> bool:
     """Whether an annotation says `Fence`: the class, text that names it, or either of them `| None`."""
-    text = annotation if isinstance(annotation, str) else _written(annotation)
-    words = re.findall(r"[\w.]+", text)
-    return any(word.rpartition(".")[2] == "Fence" for word in words) and all(
-        word.rpartition(".")[2] in ("Fence", "None", "NoneType", "Optional", "Union") for word in words
-    )
+    return _alternatives(annotation) == {"Fence"}
 
 
-def _written(annotation: object) -> str:
+def _alternatives(annotation: object) -> set[str]:
+    """The names of the types that an annotation allows, None left out. Text is read, not evaluated."""
+    if isinstance(annotation, ForwardRef):
+        annotation = annotation.__forward_arg__
+    if isinstance(annotation, str):
+        names = {word.rpartition(".")[2] for word in re.findall(r"[\w.]+", annotation)}
+        return names - {"None", "Optional", "Union"}
+    if get_origin(annotation) in (Union, UnionType):
+        return set[str]().union(*map(_alternatives, get_args(annotation)))
+    if annotation in (None, type(None)):
+        return set()
     if isinstance(annotation, type):
-        ours = annotation.__module__.partition(".")[0] == __name__.partition(".")[0]
-        return annotation.__qualname__ if ours else "other"
-    return str(annotation)
+        plain = annotation.__module__.partition(".")[0] in ("builtins", __name__.partition(".")[0])
+        return {annotation.__qualname__ if plain else f"{annotation.__module__}.{annotation.__qualname__}"}
+    return {str(annotation)}
 
 
 def label_of(function: Callable[..., Any]) -> Label | None:
     """The label a job's function carries, seen through partials, bound methods and callable objects."""
-    while isinstance(function, partial):
-        function = function.func
     label = getattr(function, LABEL, None)
-    if label is None and not inspect.isroutine(function) and not inspect.isclass(function):
+    while not isinstance(label, Label) and isinstance(function, partial):
+        function = function.func
+        label = getattr(function, LABEL, None)
+    if not isinstance(label, Label) and not inspect.isroutine(function) and not inspect.isclass(function):
         label = getattr(type(function).__call__, LABEL, None)
     return label if isinstance(label, Label) else None
 

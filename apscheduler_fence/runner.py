@@ -698,6 +698,7 @@ def run_in_child(run: Run, description: StoreDescription, terms: Terms) -> list[
 def _node_here(description: StoreDescription, terms: Terms) -> Node:
     pid, node = _nodes.get(description, (None, None))
     if node is None or pid != os.getpid():
+        terms = replace(terms, keeper=replace(terms.keeper, housekeeping=False))
         node = Node(open_described(description), terms, _heard.append)
         _nodes[description] = (os.getpid(), node)
         node.keeper.start("pool")

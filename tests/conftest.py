@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TypeVar
@@ -10,21 +9,13 @@ from typing import TypeVar
 import pytest
 from servers import MariaDB, PostgreSQL, Redis, RedisCluster, RedisSentinel
 from servers.redis import DATABASES
+from servers.required import require
 from servers.server import Controls
 
 _numbers = itertools.count(1)
 _started: list[Controls] = []
 
 S = TypeVar("S", bound=Controls)
-
-
-def require(server: type[Controls]) -> None:
-    """Skips the test if the server's programs are missing; on CI, where nothing may be missing, fails it."""
-    if not server.available():
-        reason = f"{server.__name__} is not installed"
-        if os.environ.get("CI"):
-            pytest.fail(reason, pytrace=False)
-        pytest.skip(reason)
 
 
 def _shared(server: type[S]) -> Iterator[S]:

@@ -248,6 +248,10 @@ REFUSALS = {
         Seen(NOW, SPACED, row("s2", "waiting", 0, 0), None, row("s2", "waiting", 0, 0)), QUEUE,
         Refusal("spacing", until=NOW + 1),
     ),
+    "queued already, behind one that waits longer": (
+        Seen(NOW, FREE, row("s2", "waiting", 0, 0), None, row("s1", "waiting", 0, 0, "ahead")), QUEUE,
+        Refusal("held", "ahead"),
+    ),
     "replace, but the run that stands there is of a later slot": (
         Seen(NOW, replace(HELD, slot="s3"), None, row("s3", "running")), REPLACE, Refusal("held", "other", NOW + 1),
     ),

@@ -14,10 +14,10 @@ import pymysql
 import pytest
 import redis
 import sqlalchemy
-from conftest import require
 from servers import Node, PgBouncer, PostgreSQL, Proxy, Redis, RedisSentinel
 from servers import janitor as janitors
 from servers.process import faketime_library
+from servers.required import require
 from sqlalchemy.pool import NullPool
 
 COUNTER = "CREATE TABLE counter (n integer)"

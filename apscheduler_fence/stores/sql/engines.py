@@ -11,6 +11,7 @@ from sqlalchemy import URL, Dialect, Engine, create_engine, event, make_url, sel
 from sqlalchemy.exc import ArgumentError, CompileError, DBAPIError, NoSuchModuleError, SQLAlchemyError
 
 from apscheduler_fence.errors import ConfigError, StoreError
+from apscheduler_fence.stores.base import masked
 from apscheduler_fence.stores.sql.tables import StoreClock
 
 if TYPE_CHECKING:
@@ -334,4 +335,4 @@ def _described(doing: str, url: URL, error: BaseException) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
     if url.password:
         text = text.replace(str(url.password), "***")
-    return f"{doing} failed at {url.render_as_string()}: {text}"
+    return f"{doing} failed at {masked(url.render_as_string())}: {text}"

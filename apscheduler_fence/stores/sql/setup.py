@@ -9,13 +9,13 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import Connection, inspect, select
+from sqlalchemy import Connection, Dialect, inspect, select
 from sqlalchemy.exc import DBAPIError, NoSuchTableError
 from sqlalchemy.schema import CreateIndex, CreateTable
 
 from apscheduler_fence.errors import ConfigError, StoreError
-from apscheduler_fence.stores.sql.engines import is_read_only, is_transient
-from apscheduler_fence.stores.sql.tables import StoreClock, Tables, indexes
+from apscheduler_fence.stores.sql.engines import dialect_of, is_read_only, is_transient
+from apscheduler_fence.stores.sql.tables import StoreClock, Tables, indexes, tables
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -142,14 +142,14 @@ def _mysql(connection: Connection) -> Iterator[str]:
 # --- the tables -------------------------------------------------------------------------------------------------------
 
 
-def create_missing(connection: Connection, tables: Tables, *, create: bool) -> list[str]:
+def create_missing(connection: Connection, layout: Tables, *, create: bool) -> list[str]:
     """Create the tables and indexes that are missing, also while others do the same; return warnings.
 
     Raises:
         StoreError: a table is missing and is not to be created, or could not be.
     """
     if not create:
-        missing = [table.fullname for table in _tables(tables) if not _exists(connection, table)]
+        missing = [table.fullname for table in _tables(layout) if not _exists(connection, table)]
         if missing:
             raise StoreError(
                 f"{' and '.join(missing)} not found, and create_tables is off: run `apscheduler-fence init --sql` and "
@@ -158,7 +158,7 @@ def create_missing(connection: Connection, tables: Tables, *, create: bool) -> l
         return []
     failure: DBAPIError | None = None
     for tried in range(CREATIONS):
-        missing_parts = list(_missing(connection, tables))
+        missing_parts = list(_missing(connection, layout))
         try:
             for part in missing_parts:
                 connection.execute(part)
@@ -169,7 +169,7 @@ def create_missing(connection: Connection, tables: Tables, *, create: bool) -> l
             time.sleep(random.uniform(0.01, 0.02 * (tried + 1)))  # noqa: S311 - spreads out those that collided
         else:
             return []
-    return _left(list(_missing(connection, tables)), failure)
+    return _left(list(_missing(connection, layout)), failure)
 
 
 def _left(missing: list[CreateTable | CreateIndex], failure: DBAPIError | None) -> list[str]:
@@ -183,16 +183,16 @@ def _left(missing: list[CreateTable | CreateIndex], failure: DBAPIError | None) 
     return [f"the index {part.element.name} is missing and could not be created: {why}" for part in missing]
 
 
-def _tables(tables: Tables) -> tuple[Table, Table]:
-    return tables.lease, tables.execution
+def _tables(layout: Tables) -> tuple[Table, Table]:
+    return layout.lease, layout.execution
 
 
 def _exists(connection: Connection, table: Table) -> bool:
     return inspect(connection).has_table(table.name, schema=table.schema)
 
 
-def _missing(connection: Connection, tables: Tables) -> Iterator[CreateTable | CreateIndex]:
-    for table in _tables(tables):
+def _missing(connection: Connection, layout: Tables) -> Iterator[CreateTable | CreateIndex]:
+    for table in _tables(layout):
         found = _found_indexes(connection, table)
         if found is None:
             yield CreateTable(table)
@@ -206,3 +206,23 @@ def _found_indexes(connection: Connection, table: Table) -> set[Any] | None:
         return {index["name"] for index in inspect(connection).get_indexes(table.name, schema=table.schema)}
     except NoSuchTableError:
         return None
+
+
+def ddl(source: str | Dialect, prefix: str = "fence_", schema: str | None = None) -> str:
+    """Write the SQL that creates the tables, for those whose administrator runs it.
+
+    Args:
+        source: a URL, a dialect, or the name of one (`postgresql`, `mysql`, `mariadb`, `sqlite`). MySQL and MariaDB
+            differ.
+        prefix: what the tables' names begin with.
+        schema: the schema to create them in, which must exist.
+
+    Raises:
+        ConfigError: the dialect is not known, or the prefix is not an identifier.
+    """
+    dialect = source if isinstance(source, Dialect) else dialect_of(source)
+    statements: list[CreateTable | CreateIndex] = []
+    for table in _tables(tables(prefix, schema)):
+        statements.append(CreateTable(table))
+        statements += [CreateIndex(index) for index in indexes(table, dialect)]
+    return "".join(f"{str(statement.compile(dialect=dialect)).strip()};\n" for statement in statements)

@@ -16,7 +16,7 @@ from sqlalchemy import URL, Connection, CursorResult, Engine
 from sqlalchemy.exc import DBAPIError, IntegrityError
 
 from apscheduler_fence.errors import ConfigError
-from apscheduler_fence.stores.base import StoreDescription
+from apscheduler_fence.stores.base import StoreDescription, masked
 from apscheduler_fence.stores.sql.engines import (
     is_mismatch,
     is_transient,
@@ -122,7 +122,7 @@ class SqlStore:
         self._opened = False
 
     def __repr__(self) -> str:
-        return f"SqlStore({self._url.render_as_string()!r}, {self.namespace!r})"
+        return f"SqlStore({masked(self._url.render_as_string())!r}, {self.namespace!r})"
 
     # --- open and close -----------------------------------------------------------------------------------------------
 

@@ -10,7 +10,6 @@ from sqlalchemy import BigInteger, Column, Dialect, Index, Integer, MetaData, St
 from sqlalchemy.dialects import mysql
 from sqlalchemy.exc import CompileError
 from sqlalchemy.ext.compiler import compiles
-from sqlalchemy.schema import CreateIndex, CreateTable
 from sqlalchemy.sql.functions import FunctionElement
 from sqlalchemy.types import TypeDecorator
 
@@ -214,26 +213,3 @@ def indexes(table: Table, dialect: Dialect) -> list[Index]:
     """List the indexes that a table has on this database."""
     partial = dialect.name in ("postgresql", "sqlite")
     return sorted((i for i in table.indexes if not (partial and i.info)), key=lambda index: str(index.name))
-
-
-def ddl(source: str | Dialect, prefix: str = "fence_", schema: str | None = None) -> str:
-    """Write the SQL that creates the tables, for those whose administrator runs it.
-
-    Args:
-        source: a URL, a dialect, or the name of one (`postgresql`, `mysql`, `mariadb`, `sqlite`). MySQL and MariaDB
-            differ.
-        prefix: what the tables' names begin with.
-        schema: the schema to create them in, which must exist.
-
-    Raises:
-        ConfigError: the dialect is not known, or the prefix is not an identifier.
-    """
-    from apscheduler_fence.stores.sql.engines import dialect_of  # noqa: PLC0415 - engines needs this module's clock
-
-    dialect = source if isinstance(source, Dialect) else dialect_of(source)
-    layout = tables(prefix, schema)
-    statements: list[CreateTable | CreateIndex] = []
-    for table in (layout.lease, layout.execution):
-        statements.append(CreateTable(table))
-        statements += [CreateIndex(index) for index in indexes(table, dialect)]
-    return "".join(f"{str(statement.compile(dialect=dialect)).strip()};\n" for statement in statements)
