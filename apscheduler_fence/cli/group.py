@@ -6,6 +6,7 @@ import click
 
 from apscheduler_fence import __version__
 from apscheduler_fence.cli.demo import demo
+from apscheduler_fence.cli.doctor import doctor
 from apscheduler_fence.cli.exits import FailingGroup
 from apscheduler_fence.cli.inspect import missing, runs, show, status
 from apscheduler_fence.cli.operate import prune, release, retry
@@ -19,5 +20,5 @@ def group() -> None:
     """Run each APScheduler job once per schedule slot in the whole cluster."""
 
 
-for command in (demo, init, status, runs, show, missing, retry, release, prune, run):
+for command in (demo, init, status, runs, show, missing, retry, release, prune, doctor, run):
     group.add_command(command)
