@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import click
 
 from apscheduler_fence.cli.store_options import store_options
-from apscheduler_fence.stores.sql import ddl
 
 if TYPE_CHECKING:
     from apscheduler_fence.cli.store_options import StoreChoice
@@ -24,6 +23,8 @@ def init(choice: StoreChoice, sql: bool) -> None:
     executors create_tables=False then.
     """
     if sql:
+        from apscheduler_fence.stores.sql import ddl  # noqa: PLC0415 - no other command needs SQLAlchemy for Redis
+
         given = {} if choice.table_prefix is None else {"prefix": choice.table_prefix}
         click.echo(ddl(choice.url, schema=choice.schema, **given))
         return
