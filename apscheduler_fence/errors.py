@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from datetime import timedelta
+
 
 class FenceError(Exception):
     """Anything that apscheduler-fence raises."""
@@ -59,3 +64,15 @@ class StaleToken(FenceError):  # noqa: N818 - as above
             f"token {self.token} is stale at {self.resource!r}, which has accepted {self.highest}: "
             "another holder has taken over, and nothing of this transaction may be kept"
         )
+
+
+class Retry(FenceError):  # noqa: N818 - a request, made by raising it
+    """Raised by a job to ask for another attempt of this execution, whatever `retry_on` says; `retries` bounds it.
+
+    Attributes:
+        after: how long to wait before (a `timedelta`, seconds, or text such as "30s"); None leaves it to `retry_delay`.
+    """
+
+    def __init__(self, message: str = "", *, after: timedelta | float | str | None = None) -> None:
+        super().__init__(message or "the job asks to be run again")
+        self.after = after

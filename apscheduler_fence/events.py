@@ -23,7 +23,12 @@ EVENT_LEASE_OVERDUE = 2**22
 EVENT_JOB_LOST = 2**23
 """An execution was given up: its node died or lost its lease, and nobody will run it again. A `LeaseEvent`."""
 
-EVENT_FENCE_ALL = EVENT_JOB_REFUSED | EVENT_LEASE_LOST | EVENT_LEASE_OVERDUE | EVENT_JOB_LOST
+EVENT_JOB_RECOVERED = 2**24
+"""A later attempt of an execution begins on this node: its earlier one died, or an operator asked. A `LeaseEvent`."""
+
+EVENT_FENCE_ALL = (
+    EVENT_JOB_REFUSED | EVENT_LEASE_LOST | EVENT_LEASE_OVERDUE | EVENT_JOB_LOST | EVENT_JOB_RECOVERED
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,8 @@ class JobRefusedEvent(FenceEvent):
 
     Attributes:
         reason: `done` or `running` elsewhere, `held` by another slot, `spacing` (within `lock_at_least`), `lost`,
-            `pruned` (older than the records kept), `early` (ahead of the store's clock).
+            `pruned` (older than the records kept), `early` (ahead of the store's clock). With `overlap="queue"`,
+            `queued`: the slot is recorded and will run; `full`: so many wait already that it is not.
         until: how long the reason lasts at most (aware, UTC, store time), where there is a limit.
     """
 

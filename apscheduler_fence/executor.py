@@ -14,10 +14,12 @@ import itertools
 import logging
 import os
 import threading
+import time
+import uuid
 import weakref
 from asyncio import CancelledError
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -28,6 +30,7 @@ from apscheduler.jobstores.base import JobLookupError
 from apscheduler.jobstores.memory import MemoryJobStore
 
 from apscheduler_fence.errors import ConfigError
+from apscheduler_fence.events import in_time
 from apscheduler_fence.keeper import Settings
 from apscheduler_fence.policy import OPTIONS, Policy, duration_option, label_of, parse_options, resolve
 from apscheduler_fence.runner import (
@@ -42,7 +45,16 @@ from apscheduler_fence.runner import (
     run_in_child,
     run_on_loop,
 )
-from apscheduler_fence.slots import generated_id, job_name, trigger_warnings, validate_name
+from apscheduler_fence.slots import (
+    NAME_LIMIT,
+    SLOT_LIMIT,
+    Slot,
+    generated_id,
+    job_name,
+    manual_slot,
+    trigger_warnings,
+    validate_name,
+)
 from apscheduler_fence.stores import open_store
 
 if TYPE_CHECKING:
@@ -52,6 +64,7 @@ if TYPE_CHECKING:
     from apscheduler.schedulers.base import BaseScheduler
 
     from apscheduler_fence.events import FenceEvent
+    from apscheduler_fence.lease import Execution
     from apscheduler_fence.stores.base import Store
 
 logger = logging.getLogger(__name__)
@@ -64,6 +77,7 @@ logging.getLogger(SILENCED).addFilter(lambda _: False)
 STORE_VARIABLE = "APSCHEDULER_FENCE_STORE"
 STORE_OPTIONS = ("create_tables", "table_prefix", "schema", "timeout", "min_replicas")
 STORE_THREADS = 8
+REMEMBERED = 10_000
 
 
 class FencedExecutor(BaseExecutor):  # type: ignore[misc]
@@ -82,7 +96,8 @@ class FencedExecutor(BaseExecutor):  # type: ignore[misc]
         retention: how long finished executions are kept (30 days). Older slots can never run again.
         max_early: how far ahead of the store's clock a slot may be claimed (1 min).
         max_catch_up: how many run times of one submission are run, the newest ones (100).
-        sweep: how often abandoned leases are looked for (5 s).
+        sweep: how often abandoned leases and waiting executions are looked for (5 s).
+        orphan_after: when a waiting execution is given up whose job no node knows (1 h).
         options: `create_tables`, `table_prefix`, `schema`, `timeout` and `min_replicas` go to the store; the options of
             `Policy` are the defaults of all jobs; whatever is left goes to the inner executor.
 
@@ -102,6 +117,7 @@ class FencedExecutor(BaseExecutor):  # type: ignore[misc]
         max_early: timedelta | float | str = timedelta(minutes=1),
         max_catch_up: int | str = 100,
         sweep: timedelta | float | str = 5.0,
+        orphan_after: timedelta | float | str = timedelta(hours=1),
         **options: Any,
     ) -> None:
         super().__init__()
@@ -128,11 +144,12 @@ class FencedExecutor(BaseExecutor):  # type: ignore[misc]
             keeper=Settings(
                 sweep=duration_option("sweep", timedelta(milliseconds=50))(sweep),
                 lock_at_most=resolve(self._defaults).lock_at_most,
+                orphan_after=duration_option("orphan_after", timedelta(seconds=1))(orphan_after),
                 patience=patience,
                 retention=kept_for,
             ),
         )
-        self._node = Node(self._store, self._terms, self._hear)
+        self._node = Node(self._store, self._terms, self._hear, recover=self._recover)
         self._inner: BaseExecutor | None = None
         self._in_children = False
         self._on_loop = False
@@ -144,6 +161,7 @@ class FencedExecutor(BaseExecutor):  # type: ignore[misc]
 
     def _forget_runs(self) -> None:
         self._submitted: dict[str, _Submission] = {}
+        self._known: collections.OrderedDict[str, _Known] = collections.OrderedDict()
         self._running: collections.Counter[tuple[str, str]] = collections.Counter()
         self._hop: Hop = _Courier()
 
@@ -237,14 +255,23 @@ class FencedExecutor(BaseExecutor):  # type: ignore[misc]
             for run_time in run_times[-self._max_catch_up :]:
                 self._hop(partial(self._scheduler._dispatch_event, _config_failed(job, run_time, error)))
             return
+        self._remember(run, job.max_instances)
+        if not self._submit(run, job.max_instances):
+            raise MaxInstancesReachedError(job)
+
+    def _submit(self, run: Run, max_instances: int) -> bool:
+        assert self._lock is not None  # noqa: S101 - as in submit_job
+        assert self._inner is not None  # noqa: S101
         key = (run.jobstore, run.job_id)
+        # What happens while an earlier slot still runs is for the overlap policy to say, here as on other nodes.
+        limited = run.policy is None or run.policy.overlap == "skip" or run.slot is not None
         with self._lock:
-            if self._running[key] >= job.max_instances:
-                raise MaxInstancesReachedError(job)
+            if limited and self._running[key] >= max_instances:
+                return False
             self._running[key] += 1
-            ticket = f"{job.id}#{next(self._tickets)}"
+            ticket = f"{run.job_id}#{next(self._tickets)}"
             submission = self._submitted[ticket] = _Submission(run)
-        look_alike = _LookAlike(ticket, self._carried(ticket, submission), job._jobstore_alias)
+        look_alike = _LookAlike(ticket, self._carried(ticket, submission), run.jobstore)
         try:
             # One run time stands for all of them: the inner executor would call the function once for each.
             self._inner.submit_job(look_alike, run.run_times[-1:])
@@ -253,6 +280,7 @@ class FencedExecutor(BaseExecutor):  # type: ignore[misc]
             raise
         finally:
             self._discount(ticket)
+        return True
 
     def _do_submit_job(self, job: Job, run_times: Sequence[datetime]) -> None:
         raise NotImplementedError("submit_job is overridden whole")
@@ -321,11 +349,77 @@ class FencedExecutor(BaseExecutor):  # type: ignore[misc]
                 f"job {job.name!r} has no ID of its own: APScheduler made up another on every node, so no two of them "
                 "would agree on a slot. Give add_job(..., id=...) or @fenced(name=...)"
             )
+        if policy.overlap == "allow" and len(policy.lease or self._name_of(job, policy)) > NAME_LIMIT - SLOT_LIMIT - 1:
+            raise ConfigError(
+                f'job {job.id!r} has overlap="allow", where each slot has a lease of its own name: its name may have '
+                f"{NAME_LIMIT - SLOT_LIMIT - 1} characters at most"
+            )
         if not local and (_is_callable_instance(job.func) or _is_class_of_callables(job.func)):
             raise ConfigError(
                 f"job {job.id!r} is a callable object in a persistent job store, which keeps only a reference to its "
                 "class: schedule a bound method or a function instead"
             )
+
+    # --- recorded executions that wait for a node ---------------------------------------------------------------------
+
+    def _remember(self, run: Run, max_instances: int) -> None:
+        """Keep how to run a job after its job store has forgotten it, as it does with a `date` job at once."""
+        if run.policy is not None:
+            self._known[run.job] = _Known(run, max_instances)
+            self._known.move_to_end(run.job)
+            if len(self._known) > REMEMBERED:
+                self._known.popitem(last=False)
+
+    def _recover(self, row: Execution) -> bool:
+        """Have a waiting execution run here, if this node knows its job. Called by the keeper, which never waits."""
+        known = self._known.get(row.job) or self._look_up(row)
+        if known is None or known.run.policy is None:
+            return False
+        slot = Slot(row.job, row.slot, row.slot_at, row.scheduled_at)
+        run = replace(
+            known.run, slot=slot, lease=row.lease, run_times=(in_time(row.scheduled_at),), misfire_grace_time=None
+        )  # fmt: skip
+        self._hop(partial(self._take_over, run, known.max_instances))
+        return True
+
+    def _look_up(self, row: Execution) -> _Known | None:
+        # The job store itself: the scheduler's own look-up takes a lock that its shutdown holds while it waits for us.
+        store = self._scheduler._jobstores.get(row.jobstore) if self._scheduler is not None else None
+        try:
+            job: Job | None = store.lookup_job(row.job_id) if store is not None else None
+            if job is None or self._scheduler._executors.get(job.executor) is not self:
+                return None
+            job._jobstore_alias = row.jobstore
+            run = self._run_of(job, ())
+        except Exception as error:  # noqa: BLE001 - another node may be able to
+            logger.warning('Job "%s" of execution %s cannot be loaded here: %s', row.job_id, row.id, error)
+            return None
+        if run.job != row.job:
+            return None
+        self._remember(run, job.max_instances)
+        known: _Known | None = self._known.get(run.job)
+        return known
+
+    def _take_over(self, run: Run, max_instances: int) -> None:
+        under_way = any(each.run.slot == run.slot for each in list(self._submitted.values()))
+        if not self._stopped and not under_way:
+            self._submit(run, max_instances)
+
+    def run_now(self, job: Job) -> str:
+        """Run a job once, by hand, somewhere in the cluster's order: under its lease, as an execution of its own.
+
+        Returns:
+            The execution's ID, `job/manual/<id>`.
+
+        Raises:
+            ConfigError: the job cannot be told apart in the cluster.
+        """
+        run = self._run_of(job, ())
+        now = time.time_ns() // 1000
+        slot = manual_slot(run.job, uuid.uuid4().hex, now)
+        run = replace(run, slot=slot, by_hand=True, run_times=(in_time(now),), misfire_grace_time=None)
+        self._hop(partial(self._submit, run, job.max_instances))
+        return slot.execution_id
 
     # --- up: from the inner executor to the scheduler -----------------------------------------------------------------
 
@@ -405,8 +499,7 @@ class FencedExecutor(BaseExecutor):  # type: ignore[misc]
             return
         job._jobstore_alias = event.jobstore
         try:
-            self._name_of(job, policy)
-            self._check_identity(job, policy)
+            self._remember(self._run_of(job, ()), job.max_instances)
         except ConfigError as error:
             logger.error('Job "%s" will not run: %s', job.id, error)
             self._scheduler._dispatch_event(_config_failed(job, job.next_run_time, error))
@@ -423,6 +516,35 @@ class FencedExecutor(BaseExecutor):  # type: ignore[misc]
 
 def _config_failed(job: Job, run_time: datetime | None, error: ConfigError) -> JobExecutionEvent:
     return JobExecutionEvent(EVENT_JOB_ERROR, job.id, job._jobstore_alias, run_time, exception=error)
+
+
+def run_now(scheduler: BaseScheduler, job_id: str, jobstore: str | None = None) -> str:
+    """Run a job of a started scheduler once, now, by hand.
+
+    It runs under the job's lease and is recorded as an execution of its own, which no schedule will repeat. Where the
+    lease is held, the job's `overlap` policy decides, and a refusal is an `EVENT_JOB_REFUSED`.
+
+    Returns:
+        The execution's ID, `job/manual/<id>`.
+
+    Raises:
+        JobLookupError: there is no such job.
+        ConfigError: its executor is not a fenced one.
+    """
+    job, alias = scheduler._lookup_job(job_id, jobstore)
+    executor = scheduler._executors.get(job.executor)
+    if not isinstance(executor, FencedExecutor) or alias is None:
+        raise ConfigError(f"job {job_id!r} does not run on a fenced executor of a started scheduler")
+    job._jobstore_alias = alias
+    return executor.run_now(job)
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """How to run a job that this node has seen."""
+
+    run: Run
+    max_instances: int
 
 
 @dataclass(slots=True, eq=False)
@@ -464,18 +586,18 @@ class _Upwards:
 
 # --- hop: where other threads meet the scheduler's --------------------------------------------------------------------
 
-Hop: TypeAlias = Callable[[Callable[[], None]], object]
+Hop: TypeAlias = Callable[[Callable[[], object]], object]
 
 
 class _Courier:
     """Calls what it is given, in order, on a thread that lasts as long as there is something to call."""
 
     def __init__(self) -> None:
-        self._calls: collections.deque[Callable[[], None]] = collections.deque()
+        self._calls: collections.deque[Callable[[], object]] = collections.deque()
         self._lock = threading.Lock()
         self._running = False
 
-    def __call__(self, act: Callable[[], None]) -> None:
+    def __call__(self, act: Callable[[], object]) -> None:
         with self._lock:
             self._calls.append(act)
             if not self._running:
@@ -512,7 +634,7 @@ def _hop_for(scheduler: BaseScheduler) -> tuple[Hop, bool]:
 def _or_by_courier(hop: Hop) -> Hop:
     courier = _Courier()
 
-    def to_loop(act: Callable[[], None]) -> None:
+    def to_loop(act: Callable[[], object]) -> None:
         try:
             hop(act)
         except RuntimeError:  # the loop is closed; what is said must still be heard
@@ -524,7 +646,7 @@ def _or_by_courier(hop: Hop) -> Hop:
 def _gevent_hop() -> Hop:
     import gevent  # noqa: PLC0415 - only its own scheduler's users have it
 
-    waiting: collections.deque[Callable[[], None]] = collections.deque()
+    waiting: collections.deque[Callable[[], object]] = collections.deque()
     watcher = gevent.get_hub().loop.async_(ref=False)  # which does not keep the hub going by itself
 
     def wake() -> None:
@@ -533,7 +655,7 @@ def _gevent_hop() -> Hop:
 
     watcher.start(wake)
 
-    def to_hub(act: Callable[[], None]) -> None:
+    def to_hub(act: Callable[[], object]) -> None:
         waiting.append(act)
         watcher.send()
 

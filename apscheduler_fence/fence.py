@@ -52,6 +52,8 @@ class Hold:
     overdue: bool = False
     announced: bool = False
     ended: bool = False
+    regranting: bool = False
+    cancel: Callable[[], object] | None = None
 
     @property
     def execution_id(self) -> str:
@@ -118,7 +120,7 @@ class Fence:
         ASCII and at most 255 characters, which is what common APIs accept; a longer one is cut and ends in a digest.
         Different executions, and different operations of one, have different keys.
         """
-        key = quote(self.execution_id, safe=_READABLE, errors="surrogatepass")
+        key = quote(self.execution_id, safe=_READABLE)
         if operation:
             # Where the operation begins must be plain: it holds neither of the two that structure an execution ID.
             name = quote(operation, safe=_READABLE.translate({ord("/"): None, ord(":"): None}), errors="surrogatepass")

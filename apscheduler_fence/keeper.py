@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 from apscheduler_fence.errors import ConfigError, StoreError
 from apscheduler_fence.events import EVENT_JOB_LOST, EVENT_LEASE_LOST, EVENT_LEASE_OVERDUE, LeaseEvent, in_time
-from apscheduler_fence.lease import Change, Execution, Key, abandon, broken, move_state, renew, settled
+from apscheduler_fence.lease import Change, Execution, Key, abandon, broken, move_state, orphan, renew, settled
 from apscheduler_fence.policy import Instant, elapsed, in_micros, instant
-from apscheduler_fence.stores.base import HeldLeases, Store
+from apscheduler_fence.stores.base import Executions, HeldLeases, Store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -103,15 +103,21 @@ class Settings:
     lock_at_most: timedelta = timedelta(seconds=30)
     patience: float = 10.0
     retention: timedelta = timedelta(days=30)
+    orphan_after: timedelta = timedelta(hours=1)
     housekeeping: bool = True
     """Whether to sweep and prune: not in a pool's child, whose words are heard only when it returns from a run."""
+
+
+def _knows_none(_: Execution) -> bool:
+    return False
 
 
 @dataclass(eq=False)
 class Keeper:
     """The thread that holds on to leases for one executor in one process.
 
-    `emit` is called with events from the keeper's thread and must not block.
+    `emit` is called with events from the keeper's thread and must not block. `recover` is asked to run a waiting
+    execution here, and tells whether this node knows its job.
     """
 
     store: Store
@@ -120,6 +126,7 @@ class Keeper:
     prepare: Callable[[], object]
     settings: Settings = field(default_factory=Settings)
     clock: Callable[[], Instant] = instant
+    recover: Callable[[Execution], bool] = _knows_none
 
     def __post_init__(self) -> None:
         self.forget()
@@ -192,6 +199,13 @@ class Keeper:
                 self._holds.remove(hold)
             if self._stopping is not None:
                 self._nudged = True
+            self._wake.notify_all()
+
+    def sweep_soon(self) -> None:
+        """Look at once for what waits: a lease has just become free."""
+        with self._wake:
+            self._swept = None
+            self._nudged = True
             self._wake.notify_all()
 
     def settle_later(self, hold: Hold, change: Change) -> None:
@@ -270,10 +284,13 @@ class Keeper:
 
     def _renew(self, holds: Sequence[Hold]) -> None:
         sent = self.clock()
+        grants = [hold.grant for hold in holds]
         changes = [renew(hold.grant, in_micros(hold.policy.lock_at_most)) for hold in holds]
         tokens = self.store.swap(changes)
         self._recovered()
-        for hold, token in zip(holds, tokens, strict=True):
+        for hold, grant, token in zip(holds, grants, tokens, strict=True):
+            if hold.grant is not grant or hold.regranting:
+                continue  # a retry has moved the token meanwhile: what was renewed, or not, was another grant
             if token is not None:
                 hold.since = sent
             elif not hold.ended:
@@ -293,6 +310,9 @@ class Keeper:
                 hold.execution_id, hold.grant.token, hold.grant.holder,
             )  # fmt: skip
             self.emit(lease_event(EVENT_LEASE_LOST, hold))
+        cancel, hold.cancel = hold.cancel, None
+        if cancel is not None and (hold.policy.on_lost == "cancel" or hold.policy.overlap == "replace"):
+            cancel()
 
     def _warn_overdue(self, hold: Hold) -> None:
         hold.overdue = True
@@ -385,14 +405,43 @@ class Keeper:
             self._unannounced.remove(pending)
             if token is not None and change.displaced is not None:
                 self.announce(change.displaced, seen.lease.holder)
+        for row in self._next_in_line():
+            if not self.recover(row):
+                self._give_up(row)
         self._recovered()
         return len(found)
+
+    def _next_in_line(self) -> list[Execution]:
+        """The oldest waiting execution of each lease that nobody holds."""
+        first: dict[str, Execution] = {}
+        for row in self.store.executions(Executions(states=("waiting",), oldest_first=True)):
+            first.setdefault(row.lease, row)
+        if not first:
+            return []
+        held = {seen.lease.name for seen in self.store.held_leases(HeldLeases()) if seen.lease is not None}
+        return [row for lease, row in first.items() if lease not in held]
+
+    def _give_up(self, row: Execution) -> None:
+        seen = self.store.read(Key(row.lease, row.job, row.slot))
+        change = orphan(
+            seen, self.nonce(), orphan_after=in_micros(self.settings.orphan_after),
+            keep_for=in_micros(self.settings.retention),
+        )  # fmt: skip
+        if change is not None and self.store.swap([change])[0] is not None and change.displaced is not None:
+            self.announce(change.displaced, row.holder)
 
     def announce(self, row: Execution, holder: str | None) -> None:
         """Say what became of a run that was ended from outside, and whose it was.
 
         Only the node whose swap ended it calls this.
         """
+        for hold in self.held:
+            if (hold.grant.lease, hold.grant.token) == (row.lease, row.token):
+                self._lose(hold)  # it was ours, and need not wait for its renewal to hear of it
+        if row.state == "superseded":
+            logger.warning(
+                "Execution %s gave way to a newer slot: attempt %s, token %s", row.id, row.attempt, row.token
+            )
         if row.state != "lost":
             return
         logger.error(

@@ -45,7 +45,7 @@ FinalState = Literal["succeeded", "failed", "cancelled", "lost", "superseded"]
 State = Literal["waiting", "running", "succeeded", "failed", "cancelled", "lost", "superseded"]
 Delivery = Literal["at_most_once", "at_least_once"]
 Overlap = Literal["skip", "queue", "allow", "replace"]
-Reason = Literal["done", "running", "held", "spacing", "lost", "pruned", "early"]
+Reason = Literal["done", "running", "held", "spacing", "lost", "pruned", "early", "queued", "full"]
 
 FINAL_STATES: tuple[FinalState, ...] = ("succeeded", "failed", "cancelled", "lost", "superseded")
 
@@ -199,6 +199,11 @@ class Change:
     """The run this change ends or sends back to waiting, as it will be; whoever wins the swap announces it."""
 
     @property
+    def enqueues(self) -> bool:
+        """Whether this change records a slot that waits for its lease."""
+        return any(isinstance(move, Insert) and move.row.state == "waiting" for move in self.executions)
+
+    @property
     def grants(self) -> bool:
         """Whether the claimer holds the lease once this change is applied."""
         return self.lease is not None and self.lease.write in ("grant", "regrant")
@@ -324,6 +329,8 @@ def _refuse_slot(seen: Seen, ask: Ask) -> Refusal | None:
     if row is None:
         if seen.lease is not None and ask.slot_at <= seen.lease.pruned_through:
             return Refusal("pruned")
+        if ask.overlap == "allow" and ask.slot_at <= seen.now - ask.keep_for - ask.max_early:
+            return Refusal("pruned")  # its lease has no other slot, so `pruned_through` may be gone with it
         if ask.slot_at > seen.now + ask.max_early:
             return Refusal("early", until=ask.slot_at)
         return None
@@ -437,10 +444,9 @@ def _ended(row: Execution, by: str, state: State | None = None) -> Execution:
 def _enqueue(seen: Seen, ask: Ask, lease: Lease) -> Change | Refusal:
     free = lease.holder is None
     if seen.execution is not None:
-        if free and seen.now < lease.hold_until:
-            return Refusal("spacing", until=lease.hold_until)
-        ahead = seen.waiting.holder if free and seen.waiting is not None else lease.holder
-        return Refusal("held", ahead, lease.expires_at)
+        ahead = seen.waiting.holder if free and _is_behind(seen) and seen.waiting is not None else lease.holder
+        until = lease.hold_until if free and seen.now < lease.hold_until else lease.expires_at
+        return Refusal("queued", ahead, until)
     move = LeaseMove(
         ask.lease, lease.token, lease.holder,
         condition="over" if free else "live",
@@ -525,6 +531,22 @@ def _break(seen: Seen, lease: Lease, nonce: str, keep_for: Micros, condition: Co
         (_end(row, nonce, keep_for),) if row is not None else (),
         displaced=_ended(row, nonce) if row is not None else None,
     )
+
+
+def orphan(seen: Seen, nonce: str, *, orphan_after: Micros, keep_for: Micros) -> Change | None:
+    """Give up a waiting execution that nobody has taken for so long although its lease was free; None if it is not so."""
+    row, lease = seen.execution, seen.lease
+    if row is None or row.state != "waiting" or lease is None or is_live(lease, seen.now):
+        return None
+    if seen.now < max(lease.acquired_at, lease.hold_until, row.slot_at) + orphan_after:
+        return None
+    move = Update(
+        row.job, row.slot, was="waiting", token=row.token, state="lost", attempt=row.attempt,
+        holder=nonce, keep_for=keep_for,
+    )  # fmt: skip
+    return Change(
+        LeaseMove(lease.name, lease.token, lease.holder, "over", "none"), (move,), displaced=_ended(row, nonce, "lost")
+    )  # fmt: skip
 
 
 def broken(seen: Seen, change: Change) -> bool:

@@ -13,14 +13,16 @@ from datetime import datetime, timedelta
 from difflib import get_close_matches
 from functools import partial
 from types import UnionType
-from typing import Any, ForwardRef, TypeAlias, TypeVar, Union, get_args, get_origin, overload
+from typing import Any, ForwardRef, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, overload
 
 from apscheduler_fence.errors import ConfigError
+from apscheduler_fence.lease import Delivery, Overlap
 from apscheduler_fence.slots import validate_name
 
 Duration: TypeAlias = timedelta | float | str
 """A `timedelta`, seconds, `"30s"`, `"1h30m"`, `"500ms"`, or ISO 8601 (`"PT9M"`)."""
 
+OnLost = Literal["flag", "cancel"]
 SlotRule: TypeAlias = Callable[[datetime], datetime] | timedelta
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -125,7 +127,75 @@ def _slot_rule(value: object) -> SlotRule:
         raise ConfigError(f"{error}; or a function from the scheduled time to the slot's time") from None
 
 
+def _choice(option: str, allowed: tuple[str, ...]) -> Callable[[object], str]:
+    def parse(value: object) -> str:
+        if value not in allowed:
+            raise ConfigError(f"{option}={value!r} is not one of {', '.join(map(repr, allowed))}")
+        return str(value)
+
+    return parse
+
+
+def _count(option: str, least: int, most: int) -> Callable[[object], int]:
+    def parse(value: object) -> int:
+        text = str(value).strip()
+        if isinstance(value, bool) or not text.isdecimal() or not least <= int(text) <= most:
+            raise ConfigError(f"{option}={value!r} is not a whole number from {least} to {most}")
+        return int(text)
+
+    return parse
+
+
+def _backoff(value: object) -> Backoff:
+    if isinstance(value, Backoff):
+        return value
+    return Backoff(duration_option("retry_delay", timedelta(0))(value), factor=1, jitter=0)
+
+
+def _exceptions(value: object) -> tuple[type[BaseException], ...]:
+    classes = value if isinstance(value, tuple | list) else (value,)
+    if not classes or not all(isinstance(each, type) and issubclass(each, BaseException) for each in classes):
+        raise ConfigError(f"retry_on={value!r} is not an exception class or a tuple of them")
+    return tuple(classes)
+
+
 # --- the policy -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Backoff:
+    """Waits that grow from retry to retry.
+
+    Attributes:
+        first: before the first retry.
+        factor: by how much each wait is longer than the one before (1 to 100).
+        cap: the longest wait.
+        jitter: the share of a wait that is left to chance, 0 to 1, so that those who failed together do not come back
+            together.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    first: Duration = timedelta(seconds=1)
+    factor: float = 2.0
+    cap: Duration = timedelta(minutes=5)
+    jitter: float = 0.5
+
+    def __post_init__(self) -> None:
+        for name in ("first", "cap"):
+            object.__setattr__(self, name, duration_option(f"Backoff.{name}", timedelta(0))(getattr(self, name)))
+        if not 1 <= self.factor <= 100:  # noqa: PLR2004 - as documented above
+            raise ConfigError(f"Backoff.factor={self.factor!r} is out of range: 1 to 100 are allowed")
+        if not 0 <= self.jitter <= 1:
+            raise ConfigError(f"Backoff.jitter={self.jitter!r} is out of range: 0 to 1 are allowed")
+
+    def wait(self, retry: int, chance: float) -> float:
+        """Seconds before the `retry`-th retry (from 1); `chance` from 0 to 1 places it within the jitter."""
+        first, cap = parse_duration(self.first, "first"), parse_duration(self.cap, "cap")
+        # Not factor**retry: that overflows long before a thousand retries.
+        longest = min(cap.total_seconds(), first.total_seconds() * self.factor ** min(retry - 1, 100))
+        return longest * (1 - self.jitter * chance)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +213,16 @@ class Policy:
         slot: which slot a scheduled time belongs to, where the trigger's own answer is not the right one: a function
             from the scheduled time to an aware datetime, or a fixed period.
         lease: a lease name that several jobs share, so that at most one of them runs at a time.
+        delivery: what becomes of a run whose node dies. "at_most_once": it is lost, and announced. "at_least_once":
+            another node runs the same execution again.
+        max_attempts: with "at_least_once", after how many attempts an execution is lost for good (1 to 1000).
+        retries: how many more attempts a run that raised gets, under the same lease (0 to 1000).
+        retry_delay: how long to wait before them: a duration, or a `Backoff`.
+        retry_on: the exception classes worth a retry.
+        overlap: what becomes of a slot while an earlier one still runs anywhere. "skip": it is refused. "queue": it is
+            recorded and runs afterwards, in order. "allow": it runs beside the other. "replace": it takes the lease.
+        queue_limit: with "queue", beyond how many waiting slots one is refused.
+        on_lost: "cancel" cancels a coroutine whose lease is lost. A function sees it at its next `fence.check()`.
     """
 
     name: str | None = None
@@ -153,6 +233,14 @@ class Policy:
     once_per_slot: bool = True
     slot: SlotRule | None = None
     lease: str | None = None
+    delivery: Delivery = "at_most_once"
+    max_attempts: int = 3
+    retries: int = 0
+    retry_delay: Backoff = Backoff()
+    retry_on: tuple[type[BaseException], ...] = (Exception,)
+    overlap: Overlap = "skip"
+    queue_limit: int = 1000
+    on_lost: OnLost = "flag"
 
 
 _PARSERS: dict[str, Callable[[object], Any]] = {
@@ -164,6 +252,14 @@ _PARSERS: dict[str, Callable[[object], Any]] = {
     "once_per_slot": lambda value: parse_flag(value, "once_per_slot"),
     "slot": _optional(_slot_rule),
     "lease": _optional(lambda value: validate_name(value, "lease")),
+    "delivery": _choice("delivery", get_args(Delivery)),
+    "max_attempts": _count("max_attempts", 1, 1000),
+    "retries": _count("retries", 0, 1000),
+    "retry_delay": _backoff,
+    "retry_on": _exceptions,
+    "overlap": _choice("overlap", get_args(Overlap)),
+    "queue_limit": _count("queue_limit", 1, 1_000_000),
+    "on_lost": _choice("on_lost", get_args(OnLost)),
 }
 
 OPTIONS = tuple(field.name for field in fields(Policy))
@@ -229,14 +325,22 @@ def fenced(
     once_per_slot: bool = ...,
     slot: Callable[[datetime], datetime] | Duration | None = ...,
     lease: str | None = ...,
+    delivery: Delivery = ...,
+    max_attempts: int = ...,
+    retries: int = ...,
+    retry_delay: Duration | Backoff = ...,
+    retry_on: type[BaseException] | tuple[type[BaseException], ...] = ...,
+    overlap: Overlap = ...,
+    queue_limit: int = ...,
+    on_lost: OnLost = ...,
 ) -> Callable[[F], F]: ...
 def fenced(function: Callable[..., Any] | None = None, /, **options: Any) -> Any:
     """Say how a job is coordinated. The options are those of `Policy`; those not given are left to the executor.
 
     The very same function comes back: it can be called, pickled and referred to as before. Its parameters that the
     executor fills in (annotated `Fence`, or named `fence`, `fencing_token` or `execution_id`) need not be given to
-    `add_job`, wherever in the signature they stand. Above a decorator that fills in parameters of its own is the place
-    for `@fenced`: below it, `add_job` would ask for those.
+    `add_job`, wherever in the signature they stand. Together with a decorator that fills in
+    arguments of its own, `@fenced` stands above (below, `add_job` would ask for those) and `fence` is keyword-only.
 
     Raises:
         ConfigError: an option is unknown or its value is not allowed, or this is nothing that could be labelled.
@@ -292,7 +396,7 @@ def _target(function: Callable[..., Any], decorator: str) -> tuple[Callable[...,
 def _mark(function: Callable[..., Any], label: Label) -> None:
     try:
         setattr(function, LABEL, label)
-    except (AttributeError, TypeError):
+    except AttributeError:
         raise ConfigError(
             f"{function!r} cannot carry options: decorate the function where it is defined, or give the executor "
             'policies={"job id": {...}}'

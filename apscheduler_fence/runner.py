@@ -29,10 +29,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from apscheduler.events import EVENT_JOB_ERROR, EVENT_JOB_EXECUTED, EVENT_JOB_MISSED, JobExecutionEvent
 
-from apscheduler_fence.errors import ConfigError, FenceError, LeaseLost, StoreError
-from apscheduler_fence.events import EVENT_JOB_REFUSED, JobRefusedEvent, in_time
+from apscheduler_fence.errors import ConfigError, FenceError, LeaseLost, Retry, StoreError
+from apscheduler_fence.events import EVENT_JOB_RECOVERED, EVENT_JOB_REFUSED, JobRefusedEvent, in_time
 from apscheduler_fence.fence import Fence, Hold, bind, entered
-from apscheduler_fence.keeper import Keeper, Settings
+from apscheduler_fence.keeper import Keeper, Settings, lease_event
 from apscheduler_fence.lease import (
     Ask,
     Change,
@@ -45,12 +45,14 @@ from apscheduler_fence.lease import (
     claim,
     granted,
     is_mine,
+    retry,
     settle,
     settled,
 )
-from apscheduler_fence.policy import Instant, Policy, elapsed, in_micros, instant
+from apscheduler_fence.policy import Instant, Policy, elapsed, in_micros, instant, parse_duration
 from apscheduler_fence.slots import Slot, slot_of
 from apscheduler_fence.stores import open_described
+from apscheduler_fence.stores.base import Executions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -87,6 +89,9 @@ class Run:
     run_times: tuple[datetime, ...]
     policy: Policy | None
     misfire_grace_time: int | None = None
+    by_hand: bool = False
+    slot: Slot | None = None
+    """Given where it does not follow from a run time: a recorded execution that is to run, or a run by hand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +104,10 @@ class Terms:
     keeper: Settings = field(default_factory=Settings)
 
 
+def _knows_none(_: Execution) -> bool:
+    return False
+
+
 @dataclass(eq=False)
 class Node:
     """One process's part in the cluster: its store, its keeper, and where its events go."""
@@ -107,9 +116,12 @@ class Node:
     terms: Terms
     emit: Callable[[FenceEvent], None]
     clock: Callable[[], Instant] = instant
+    recover: Callable[[Execution], bool] = _knows_none
 
     def __post_init__(self) -> None:
-        self.keeper = Keeper(self.store, self.emit, self.nonce, self.prepare, self.terms.keeper, self.clock)
+        self.keeper = Keeper(
+            self.store, self.emit, self.nonce, self.prepare, self.terms.keeper, self.clock, self.recover
+        )  # fmt: skip
         self.forget()
 
     def forget(self) -> None:
@@ -213,14 +225,17 @@ class Outcome:
 
 Step: TypeAlias = Work | Read | Swap | Sleep | Call
 Event: TypeAlias = JobExecutionEvent | JobRefusedEvent
-Flow: TypeAlias = Generator[Step, Any, Event]
+Flow: TypeAlias = Generator[Step, Any, Event | None]
 
 
 # --- the flow ---------------------------------------------------------------------------------------------------------
 
 
 def run_slot(run: Run, run_time: datetime, node: Node) -> Flow:
-    """Run one run time of a job, if this node is the one to do it, and return the event to dispatch."""
+    """Run one run time of a job, if this node is the one to do it, and return the event to dispatch.
+
+    There is none where a recorded execution was offered to this node and another was quicker.
+    """
     late = datetime.fromtimestamp(node.clock().wall, timezone.utc) - run_time
     if run.misfire_grace_time is not None and late > timedelta(seconds=run.misfire_grace_time):
         logger.warning('Run time of job "%s" was missed by %s on this node', run.job_id, late)
@@ -229,15 +244,19 @@ def run_slot(run: Run, run_time: datetime, node: Node) -> Flow:
         outcome = yield Call(run.function, run.args, run.kwargs, None)
         return executed(run, run_time, outcome)
     try:
-        slot = yield Work(partial(slot_of, run.job, run.trigger, run_time, slot=run.policy.slot))
-        if not run.policy.once_per_slot:
-            slot = replace(slot, name=f"{slot.name}~{uuid.uuid4().hex[:12]}")
+        if run.slot is not None:
+            slot = run.slot
+        else:
+            slot = yield Work(partial(slot_of, run.job, run.trigger, run_time, slot=run.policy.slot))
+            if not run.policy.once_per_slot:
+                slot = replace(slot, name=f"{slot.name}~{uuid.uuid4().hex[:12]}")
         won = yield from _claim(run, slot, node)
     except Exception as error:  # noqa: BLE001 - a user's slot= function may raise anything
         logger.error('Job "%s" was not run: %s', run.job_id, error)
         return failed(run, run_time, error)
     if isinstance(won, Refusal):
-        return _refused(run, run_time, slot, won)
+        refused = _refused(run, run_time, slot, won)
+        return None if run.slot is not None and not run.by_hand else refused
     return (yield from _run_held(run, run_time, won, node))
 
 
@@ -245,8 +264,9 @@ def run_slot(run: Run, run_time: datetime, node: Node) -> Flow:
 class _Claim:
     """A claim under way.
 
-    `sent` is the last swap's moment, `unanswered` that of the first whose answer never came; `displaced` is the run that
-    the last swap ended if it was applied.
+    `sent` is the moment of the last swap, `first_sent` that of the first, from which trust counts if the nonce turns up
+    in the row: whatever the answers said, one of them was applied. `displaced` is the run that the last swap ended if it
+    was applied.
     """
 
     run: Run
@@ -254,7 +274,7 @@ class _Claim:
     ask: Ask
     node: Node
     sent: Instant | None = None
-    unanswered: Instant | None = None
+    first_sent: Instant | None = None
     displaced: Execution | None = None
     displaced_holder: str | None = None
 
@@ -280,7 +300,6 @@ def _claim(run: Run, slot: Slot, node: Node) -> Generator[Step, Any, Hold | Refu
     attempt = _Claim(run, slot, _ask(run, slot, node), node)
     started, failures, lost_swaps = node.clock(), 0, 0
     while True:
-        attempt.sent = None
         try:
             won = yield from _try_claim(attempt)
             if won is not None:
@@ -288,7 +307,6 @@ def _claim(run: Run, slot: Slot, node: Node) -> Generator[Step, Any, Hold | Refu
             lost_swaps += 1
             trouble = StoreError(f"the lease {attempt.ask.lease!r} moved at every try")
         except StoreError as error:
-            attempt.unanswered = attempt.unanswered or attempt.sent
             failures += 1
             trouble = error
         if elapsed(started, node.clock()) >= node.terms.store_patience:
@@ -305,32 +323,45 @@ def _try_claim(attempt: _Claim) -> Generator[Step, Any, Hold | Refusal | None]:
     if not node.prepared:
         yield Work(node.prepare)
     seen: Seen = yield Read(ask.key)
-    if attempt.unanswered is not None and is_mine(seen, ask.nonce) and seen.lease and seen.execution:
+    if attempt.first_sent is not None and is_mine(seen, ask.nonce) and seen.lease and seen.execution:
         attempt.announce_displaced()
-        return attempt.hold(seen.lease.token, seen.execution.attempt, attempt.unanswered)
+        return attempt.hold(seen.lease.token, seen.execution.attempt, attempt.first_sent)
     decision = claim(seen, ask)
     if isinstance(decision, Refusal):
         _complain_of_clock(decision, attempt.slot, seen)
         return decision
     if seen.lease is not None and seen.lease.func not in (None, ask.func) and ask.lease == ask.job:
         node.warn_of_namesake(attempt.run, seen.lease.func)
+    if decision.enqueues and (yield from _is_full(attempt)):
+        return Refusal("full", seen.lease.holder if seen.lease is not None else None)
     attempt.displaced = decision.displaced
     attempt.displaced_holder = seen.lease.holder if seen.lease is not None else None
     attempt.sent = node.clock()
+    attempt.first_sent = attempt.first_sent or attempt.sent
     token: int | None = yield Swap(decision)
     if token is None:
         return None
     attempt.announce_displaced()
+    if decision.enqueues:
+        return Refusal("queued", attempt.displaced_holder)
     if not decision.grants:
         return None
     begun = decision.executions[-1]
     return attempt.hold(token, begun.row.attempt if isinstance(begun, Insert) else begun.attempt, attempt.sent)
 
 
+def _is_full(attempt: _Claim) -> Generator[Step, Any, bool]:
+    limit = (attempt.run.policy or Policy()).queue_limit
+    query = Executions(lease=attempt.ask.lease, states=("waiting",), limit=limit)
+    waiting: list[Execution] = yield Work(lambda: list(attempt.node.store.executions(query)))
+    return len(waiting) >= limit
+
+
 def _ask(run: Run, slot: Slot, node: Node) -> Ask:
     policy = run.policy or Policy()
+    own_lease = policy.overlap == "allow" and run.slot is None
     return Ask(
-        lease=run.lease,
+        lease=f"{run.lease}/{slot.name}" if own_lease else run.lease,
         job=slot.job,
         slot=slot.name,
         slot_at=slot.at,
@@ -338,6 +369,9 @@ def _ask(run: Run, slot: Slot, node: Node) -> Ask:
         nonce=node.nonce(),
         lock_at_most=in_micros(policy.lock_at_most),
         lock_at_least=in_micros(policy.lock_at_least),
+        delivery=policy.delivery,
+        max_attempts=max(policy.max_attempts, policy.retries + 1),
+        overlap=policy.overlap,
         max_early=in_micros(node.terms.max_early),
         keep_for=in_micros(node.terms.retention),
         func=reference(run.function),
@@ -368,32 +402,101 @@ def _refused(run: Run, run_time: datetime, slot: Slot, refusal: Refusal) -> Even
 
 
 def _run_held(run: Run, run_time: datetime, hold: Hold, node: Node) -> Flow:
+    if hold.remaining() <= 0:
+        late = LeaseLost(hold.execution_id, hold.grant.token)
+        yield from _settle(hold, settle(hold.grant, "cancelled", "the lease ran out before the job was entered"), node)
+        return failed(run, run_time, late)
+    node.keeper.hold(hold)
+    if hold.grant.attempt > 1:
+        node.emit(lease_event(EVENT_JOB_RECOVERED, hold))
+    forks = node.forks
+    while True:
+        outcome = yield from _attempt(run, hold)
+        if node.forks != forks:  # the job forked, and this is the child: what is held here is the parent's
+            return ended(run, run_time, outcome)
+        wait = _wait_before_retry(hold, outcome)
+        if wait is None:
+            break
+        logger.warning(
+            'Job "%s" failed at attempt %s of slot %s, token %s, and runs again in %.1f s: %r',
+            run.job_id, hold.grant.attempt, hold.execution_id, hold.grant.token, wait, outcome.error,
+        )  # fmt: skip
+        try:
+            yield Sleep(wait)
+        except asyncio.CancelledError as cancelled:
+            outcome = Outcome(error=cancelled)
+            break
+        except GeneratorExit:
+            node.keeper.settle_later(hold, settle(hold.grant, "cancelled", describe_error(outcome)))
+            raise
+        if not (yield from _regrant(hold, outcome, node)):
+            break
+    state: FinalState = "succeeded" if outcome.error is None else "cancelled" if outcome.cancelled else "failed"
+    yield from _settle(hold, settle(hold.grant, state, describe_error(outcome)), node)
+    if hold.policy.overlap == "queue":
+        node.keeper.sweep_soon()
+    return executed(run, run_time, outcome)
+
+
+def _attempt(run: Run, hold: Hold) -> Generator[Step, Any, Outcome]:
     grant = hold.grant
     fence = Fence(
         grant.token, hold.execution_id, grant.job, grant.lease, grant.slot, in_time(hold.slot.scheduled_at),
         grant.attempt, hold,
     )  # fmt: skip
-    if fence.lost:
-        late = LeaseLost(fence.execution_id, fence.token)
-        yield from _settle(hold, settle(grant, "cancelled", "the lease ran out before the job was entered"), node)
-        return failed(run, run_time, late)
-    node.keeper.hold(hold)
     logger.info(
         'Running job "%s" for slot %s: token %s, attempt %s, holder %s',
         run.job_id, fence.execution_id, fence.token, fence.attempt, grant.holder,
     )  # fmt: skip
-    forks = node.forks
     try:
         function, args, kwargs = bind(run.function, run.args, run.kwargs, fence)
     except Exception as error:  # noqa: BLE001 - whatever is wrong with the arguments is this run's outcome
-        outcome = Outcome(error=error)
-    else:
-        outcome = yield Call(function, args, kwargs, fence)
-    if node.forks != forks:  # the job forked, and this is the child: what is held here is the parent's
-        return ended(run, run_time, outcome)
-    state: FinalState = "succeeded" if outcome.error is None else "cancelled" if outcome.cancelled else "failed"
-    yield from _settle(hold, settle(grant, state, describe_error(outcome)), node)
-    return executed(run, run_time, outcome)
+        return Outcome(error=error)
+    outcome: Outcome = yield Call(function, args, kwargs, fence)
+    if hold.lost and outcome.cancelled:
+        return replace(outcome, error=LeaseLost(fence.execution_id, fence.token))
+    return outcome
+
+
+def _wait_before_retry(hold: Hold, outcome: Outcome) -> float | None:
+    """Seconds until the next attempt of a run that ended like this; None if there is to be none."""
+    policy, error = hold.policy, outcome.error
+    if error is None or outcome.cancelled or hold.lost or hold.grant.attempt > policy.retries:
+        return None
+    if isinstance(error, Retry):
+        if error.after is not None:
+            return max(0.0, parse_duration(error.after, "Retry(after=)").total_seconds())
+    elif not isinstance(error, policy.retry_on):
+        return None
+    return policy.retry_delay.wait(hold.grant.attempt, random.random())  # noqa: S311
+
+
+def _regrant(hold: Hold, outcome: Outcome, node: Node) -> Generator[Step, Any, bool]:
+    """Begin the next attempt under the same lease; False if the lease is lost, or nobody answers for too long."""
+    nonce, grant = node.nonce(), hold.grant
+    change = retry(grant, nonce, in_micros(hold.policy.lock_at_most), describe_error(outcome))
+    started, failures = node.clock(), 0
+    hold.regranting = True
+    try:
+        while elapsed(started, node.clock()) <= node.terms.store_patience:
+            try:
+                token = yield Swap(change)
+                if token is None and failures:
+                    seen: Seen = yield Read(Key(grant.lease, grant.job, grant.slot))
+                    token = seen.lease.token if seen.lease is not None and is_mine(seen, nonce) else None
+            except StoreError as error:
+                failures += 1
+                logger.warning("The next attempt of %s waits for the store: %s", hold.execution_id, error)
+                yield Sleep(min(0.1 * 2**failures, 2.0) * random.uniform(0.5, 1))  # noqa: S311
+                continue
+            if token is None:
+                return False
+            hold.grant = replace(grant, token=token, holder=nonce, attempt=grant.attempt + 1)
+            hold.since = started
+            return hold.remaining() > 0
+        return False
+    finally:
+        hold.regranting = False
 
 
 def _settle(hold: Hold, change: Change, node: Node) -> Generator[Step, Any, None]:
@@ -527,30 +630,44 @@ def answer(step: Work | Read | Swap, store: Store) -> Any:
             return store.swap([change])[0]
 
 
-def drive(flow: Generator[Step, Any, Event], store: Store, first: Any = None) -> Event:
-    """Run a flow on this thread to its end; `first` answers the step that it is waiting at, if any."""
-    reply: Any = first
-    error: BaseException | None = None
+def advance(
+    flow: Flow, store: Store, reply: Any = None, error: BaseException | None = None
+) -> Event | Call | Sleep | None:
+    """Run a flow on this thread until it ends, which gives its event, or wants to call or to sleep."""
     while True:
         try:
             step = flow.throw(error) if error is not None else flow.send(reply)
         except StopIteration as end:
-            result: Event = end.value
-            return result
+            event: Event | None = end.value
+            return event
+        if isinstance(step, Call | Sleep):
+            return step
         reply, error = None, None
-        match step:
-            case Call():
-                reply = call(step)
-            case Sleep(seconds):
-                time.sleep(seconds)
-            case Work() | Read() | Swap():
-                try:
-                    reply = answer(step, store)
-                except Exception as raised:  # noqa: BLE001 - the flow knows what each error means
-                    error = raised
-                except BaseException:
-                    flow.close()
-                    raise
+        try:
+            reply = answer(step, store)
+        except Exception as raised:  # noqa: BLE001 - the flow knows what each error means
+            error = raised
+        except BaseException:
+            flow.close()
+            raise
+
+
+def drive(flow: Flow, store: Store) -> Event | None:
+    """Run a flow on this thread to its end."""
+    reply: Any = None
+    while True:
+        step = advance(flow, store, reply)
+        if isinstance(step, Call):
+            reply = call(step)
+        elif isinstance(step, Sleep):
+            reply = None
+            try:
+                time.sleep(step.seconds)
+            except BaseException:  # a greenlet is killed
+                flow.close()
+                raise
+        else:
+            return step
 
 
 def run_here(run: Run, node: Node) -> list[Event]:
@@ -559,7 +676,8 @@ def run_here(run: Run, node: Node) -> list[Event]:
         wrong = never_awaited(run.function)
         logger.error('Job "%s" was not run: %s', run.job_id, wrong)
         return [failed(run, run_time, wrong) for run_time in run.run_times]
-    return [drive(run_slot(run, run_time, node), node.store) for run_time in run.run_times]
+    events = [drive(run_slot(run, run_time, node), node.store) for run_time in run.run_times]
+    return [event for event in events if event is not None]
 
 
 async def run_on_loop(run: Run, node: Node, pool: Executor) -> list[Event]:
@@ -574,11 +692,13 @@ async def run_on_loop(run: Run, node: Node, pool: Executor) -> list[Event]:
             events.append(failed(run, run_time, asyncio.CancelledError()))
             continue
         event, cancelled = await _drive_async(run, run_time, node, pool)
-        events.append(event)
+        if event is not None:
+            events.append(event)
     return events
 
 
-async def _drive_async(run: Run, run_time: datetime, node: Node, pool: Executor) -> tuple[Event, bool]:
+async def _drive_async(run: Run, run_time: datetime, node: Node, pool: Executor) -> tuple[Event | None, bool]:
+    """Return the event, and whether the task was cancelled."""
     flow = run_slot(run, run_time, node)
     reply: Any = None
     error: Exception | None = None
@@ -588,14 +708,7 @@ async def _drive_async(run: Run, run_time: datetime, node: Node, pool: Executor)
         except StopIteration as end:
             return end.value, False
         if isinstance(step, Call):
-            outcome = await call_async(step)
-            rest = _submit(pool, drive, flow, node.store, outcome)
-            if isinstance(outcome.error, GeneratorExit):  # the loop has dropped this task: it may await nothing more
-                raise outcome.error
-            try:
-                return await _done(rest), outcome.cancelled
-            except asyncio.CancelledError:
-                return ended(run, run_time, outcome), True
+            return await _run_on_loop(step, flow, (run, run_time), node, pool)
         reply, error = None, None
         try:
             reply = await _answer_async(step, flow, node.store, pool)
@@ -603,6 +716,60 @@ async def _drive_async(run: Run, run_time: datetime, node: Node, pool: Executor)
             return failed(run, run_time, cancelled), True
         except Exception as raised:  # noqa: BLE001 - the flow knows what each error means
             error = raised
+
+
+async def _run_on_loop(
+    step: Call, flow: Flow, run: tuple[Run, datetime], node: Node, pool: Executor
+) -> tuple[Event | None, bool]:
+    """The part of a flow in which something is held: whatever happens to the task, the store hears how it ended."""
+    while True:
+        outcome = await _call_cancellable(step)
+        following = _submit(pool, advance, flow, node.store, outcome)
+        if isinstance(outcome.error, GeneratorExit):  # the loop has dropped this task: it may await nothing more
+            _submit(pool, _see_through, flow, following, node.store)
+            raise outcome.error
+        try:
+            then = await _done(following)
+            while isinstance(then, Sleep):
+                await asyncio.sleep(then.seconds)
+                following = _submit(pool, advance, flow, node.store)
+                then = await _done(following)
+        except (asyncio.CancelledError, GeneratorExit) as stopped:
+            _submit(pool, _see_through, flow, following, node.store)
+            if isinstance(stopped, GeneratorExit):
+                raise
+            return ended(*run, outcome), True
+        if not isinstance(then, Call):
+            return then, outcome.cancelled and not _is_lost(step)
+        step = then
+
+
+async def _call_cancellable(step: Call) -> Outcome:
+    """Call, and let the keeper cancel it when the lease is lost, if its policy says so."""
+    hold = None if step.fence is None else step.fence._hold  # noqa: SLF001 - the driver's own
+    task = asyncio.current_task()
+    if hold is None or task is None:
+        return await call_async(step)
+    hold.cancel = partial(asyncio.get_running_loop().call_soon_threadsafe, task.cancel)
+    outcome = await call_async(step)
+    hold.cancel = None
+    if outcome.cancelled and hold.lost and hasattr(task, "uncancel"):
+        task.uncancel()  # it was not the task that somebody wanted to end
+    return outcome
+
+
+def _is_lost(step: Call) -> bool:
+    return step.fence is not None and step.fence.lost
+
+
+def _see_through(flow: Flow, future: Future[Event | Call | Sleep | None], store: Store) -> None:
+    """Bring a flow to its end whose task was cancelled: nothing more is called, and what is held is settled."""
+    step = future.result()
+    while isinstance(step, Call | Sleep):
+        if isinstance(step, Call):
+            step = advance(flow, store, Outcome(error=asyncio.CancelledError()))
+        else:
+            step = advance(flow, store, error=asyncio.CancelledError())
 
 
 async def _answer_async(step: Work | Read | Swap | Sleep, flow: Flow, store: Store, pool: Executor) -> Any:

@@ -17,7 +17,7 @@ from apscheduler.jobstores.memory import MemoryJobStore
 from apscheduler.jobstores.sqlalchemy import SQLAlchemyJobStore
 from apscheduler.schedulers.background import BackgroundScheduler
 from apscheduler.util import check_callable_args
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import apscheduler_fence
@@ -260,6 +260,19 @@ def test_a_wrapper_may_add_arguments_of_its_own():
     assert call(job, "acct") == ("session", "acct", 0, FENCE)
 
 
+def test_a_wrapper_that_adds_arguments_never_puts_the_fence_in_another_place():
+    """Where the caller's positions cannot be counted, the call fails: better no run than a wrong one."""
+
+    @fenced
+    @filling_in
+    def job(session, fence: Fence, account, amount):
+        return session, fence, account, amount
+
+    with pytest.raises(TypeError):
+        call(job, "acct", 5)
+    assert call(job, account="acct", amount=5) == ("session", FENCE, "acct", 5)
+
+
 def test_a_wrapper_that_shows_a_signature_of_its_own_is_called_by_it():
     """Below such a decorator the label leaves alone what the decorator fills in, be it the fence itself."""
 
@@ -347,7 +360,9 @@ def test_an_undecorated_function_is_handed_what_it_has_a_default_for():
 def test_positional_arguments_of_an_undecorated_function_stay_where_they_are():
     """Nothing was hidden from the caller, so what stands in the fence's place was meant for it."""
     assert call(undecorated, "acct", "mine", 5) == ("acct", "mine", 5, 42, ID)
-    assert call(passing_on(undecorated), "acct", "mine", 5) == ("acct", "mine", 5, 42, ID)
+    for job in (passing_on(undecorated), unfenced(passing_on(undecorated))):
+        assert call(job, "acct", "mine", 5) == ("acct", "mine", 5, 42, ID)
+        assert call(job, "acct", "mine") == ("acct", "mine", 0, 42, ID)
 
 
 def test_a_default_before_a_positional_only_fence_is_kept():
@@ -477,6 +492,7 @@ def function_of(signature):
 HANDED = {"fence": FENCE, "fencing_token": 42, "execution_id": ID}
 
 
+@settings(deadline=None)  # a busy machine is no failure
 @given(signatures(), st.data())
 def test_every_call_that_add_job_accepts_arrives_whole(signature, data):
     """Whatever the signature: the caller's arguments arrive as `add_job` counted them, and the rest is handed."""
@@ -767,6 +783,7 @@ NAMES = st.text(min_size=1, max_size=300)
 ANY_OPERATION = st.text(st.characters(), max_size=300)
 
 
+@settings(deadline=None)
 @given(NAMES, ANY_OPERATION)
 @example("job", "\ud800")
 @example("ж" * 191, "ж" * 191)
@@ -779,10 +796,12 @@ SLOTS = st.sampled_from(["2026-09-02T10:00:00Z", "2026-09-02T10:00:00.250Z", "ma
 TRICKY = st.text(alphabet="a:/%|~Z", max_size=4)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(TRICKY, SLOTS, TRICKY), min_size=2, max_size=2, unique=True))
 @example(
     [("a", "2026-09-02T10:00:00Z", "b/2026-09-02T10:00:00Z"), ("a/2026-09-02T10:00:00Z:b", "2026-09-02T10:00:00Z", "")]
 )
+@example([("a", "2026-09-02T10:00:00Z", "b/manual/x"), ("a/2026-09-02T10:00:00Z:b", "manual/x", "")])
 def test_different_operations_have_different_keys(runs):
     """No choice of names makes one operation pass for another."""
     ids = [(f"{job}/{slot}", operation) for job, slot, operation in runs]

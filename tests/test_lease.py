@@ -242,15 +242,15 @@ REFUSALS = {
     "too early to be queued": (Seen(NOW - 60 * SECOND - 1, HELD), QUEUE, Refusal("early", until=NOW)),
     "queued already, behind a holder": (
         Seen(NOW, HELD, row("s2", "waiting", 0, 0), S1_RUNS, row("s2", "waiting", 0, 0)), QUEUE,
-        Refusal("held", "other", NOW + 1),
+        Refusal("queued", "other", NOW + 1),
     ),
     "queued already, within the spacing": (
         Seen(NOW, SPACED, row("s2", "waiting", 0, 0), None, row("s2", "waiting", 0, 0)), QUEUE,
-        Refusal("spacing", until=NOW + 1),
+        Refusal("queued", until=NOW + 1),
     ),
     "queued already, behind one that waits longer": (
         Seen(NOW, FREE, row("s2", "waiting", 0, 0), None, row("s1", "waiting", 0, 0, "ahead")), QUEUE,
-        Refusal("held", "ahead"),
+        Refusal("queued", "ahead"),
     ),
     "replace, but the run that stands there is of a later slot": (
         Seen(NOW, replace(HELD, slot="s3"), None, row("s3", "running")), REPLACE, Refusal("held", "other", NOW + 1),

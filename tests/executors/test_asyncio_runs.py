@@ -10,7 +10,7 @@ from apscheduler.events import EVENT_JOB_ERROR, EVENT_JOB_EXECUTED
 from apscheduler.schedulers.asyncio import AsyncIOScheduler
 from trouble import TroubledStore
 from waiting import eventually
-from watched import Watched, moment
+from watched import Watched, moment, own_threads
 
 from apscheduler_fence import EVENT_LEASE_LOST, EVENT_LEASE_OVERDUE, FencedExecutor, current_fence, fenced
 from apscheduler_fence.stores import open_store
@@ -158,6 +158,31 @@ def test_a_claim_in_flight_when_its_task_is_cancelled_is_given_back(url, rows):
     [row] = eventually(lambda: (found := rows()) and found[0].state != "running" and found)
     assert row.state == "cancelled"
     assert entered == []
+
+
+def test_a_claim_that_failed_while_its_task_was_cancelled_is_not_tried_again(url, rows):
+    """The swap in flight found the lease moved: for a run that will not be, nobody asks a second time."""
+
+    class MovedLease(GatedStore):
+        def swap(self, changes):
+            if self.at_gate.is_set():
+                return super().swap(changes)
+            self._through("swap", [])
+            return [None]
+
+    store = MovedLease(open_store(url), "swap")
+
+    async def application():
+        node = node_on(store)
+        node.run(asyncio.sleep, 0)
+        await until(store.at_gate.is_set)
+        await shut_down(node)
+        await until(lambda: node.heard.of(EVENT_JOB_ERROR))
+        store.gate.set()
+
+    asyncio.run(application())
+    eventually(lambda: not own_threads())
+    assert rows() == []
 
 
 def test_a_task_cancelled_before_its_claim_leaves_the_slot_to_others(url, rows):

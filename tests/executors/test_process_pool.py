@@ -1,17 +1,21 @@
 """Claim, call and settle happen in the pool's child; whatever happens there, the parent's listeners hear of it."""
 
+import contextlib
 import multiprocessing
 import os
+import sqlite3
 import time
 
 import pool_jobs
 import pytest
 from apscheduler.events import EVENT_JOB_ERROR, EVENT_JOB_EXECUTED
-from waiting import eventually
+from waiting import eventually, never
 from watched import moment
 
 from apscheduler_fence import EVENT_JOB_LOST, EVENT_JOB_REFUSED, EVENT_LEASE_LOST, EVENT_LEASE_OVERDUE
+from apscheduler_fence.lease import Ask, claim
 from apscheduler_fence.runner import RemoteError
+from apscheduler_fence.stores import open_store
 
 
 @pytest.fixture
@@ -126,6 +130,34 @@ def test_a_killed_child_is_an_error_for_each_run_it_took_along(pool, rows):
     assert {event.job_id for event in lost} == {"sibling", "victim"}
     states = {row.job: row.state for row in rows()}
     assert (states["sibling"], states["victim"], states["next"]) == ("lost", "lost", "succeeded")
+
+
+def test_a_child_returns_when_its_run_is_recorded(pool, rows, tmp_path):
+    """A settle that finds the store locked is repeated before the child goes idle, or ends."""
+    node = pool(timeout="0.3s")
+    node.run(pool_jobs.sleep, 0.5)
+    eventually(rows, within=20)
+    with contextlib.closing(sqlite3.connect(tmp_path / "fence.db", isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        never(lambda: node.heard.of(EVENT_JOB_EXECUTED), during=1.5)
+        other.execute("ROLLBACK")
+    node.heard.one(EVENT_JOB_EXECUTED)
+    assert rows()[0].state == "succeeded"
+
+
+def test_a_child_does_not_sweep(pool, rows, url):
+    """Nobody would hear what its keeper has to say while it is idle: the parent's keeper sweeps."""
+    node = pool(sweep="0.1s")
+    node.executor._node.keeper.stop()
+    eventually(lambda: node.executor._node.keeper._thread is None)
+    ask = Ask("gone", "gone", "1", slot_at=1, scheduled_at=1, nonce="gone:1:1", lock_at_most=1)
+    store = open_store(url)
+    store.open()
+    store.swap([claim(store.read(ask.key), ask)])
+    store.close()
+    node.run(pool_jobs.sleep, 0.5)
+    node.heard.one(EVENT_JOB_EXECUTED, within=20)
+    assert rows()[0].state == "running"
 
 
 def test_shutdown_waits_for_the_children(pool, rows):

@@ -183,20 +183,23 @@ def test_missed_here_is_not_missed_in_the_cluster(start, rows):
 def overdue(node, function, count, **settings):
     """Adds a job with that many run times behind it, a minute apart, which arrive in one submission."""
     begin = moment(-60 * count).replace(second=0, microsecond=0) + timedelta(minutes=1)
+    run_times = [begin + timedelta(minutes=number) for number in range(count)]
     node.scheduler.add_job(
-        function, "cron", minute="*", id="job", timezone=timezone.utc, next_run_time=begin,
+        function, "cron", minute="*", id="job", timezone=timezone.utc, next_run_time=begin, end_date=run_times[-1],
         coalesce=False, misfire_grace_time=None, **settings,
     )  # fmt: skip
-    return [begin + timedelta(minutes=number) for number in range(count)]
+    return run_times
 
 
-def test_a_backlog_in_one_submission_is_one_run_per_slot(start, rows):
+@pytest.mark.parametrize("once_per_slot", [True, False])
+def test_a_backlog_in_one_submission_is_one_run_per_slot(start, rows, once_per_slot):
     """After a suspend, APScheduler hands over several run times at once: each is a slot of its own, run once."""
-    node, entered = start(paused=True), []
+    node, entered = start(paused=True, once_per_slot=once_per_slot), []
     run_times = overdue(node, lambda: entered.append(current_fence()), 5)
     node.scheduler.resume()
     events = eventually(lambda: len(found := node.heard.of(EVENT_JOB_EXECUTED | EVENT_JOB_ERROR)) >= 5 and found)
     assert [event.scheduled_run_time for event in events] == run_times
+    never(lambda: len(entered) > 5, during=0.1)
     assert [fence.scheduled_at for fence in entered] == run_times
     assert Counter(row.state for row in rows()) == {"succeeded": 5}
     assert sorted(fence.token for fence in entered) == [fence.token for fence in entered]
