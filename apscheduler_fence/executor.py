@@ -343,7 +343,8 @@ class FencedExecutor(BaseExecutor):  # type: ignore[misc]
         return None if options is None else resolve(self._defaults, options)
 
     def _check_identity(self, job: Job, policy: Policy) -> None:
-        local = isinstance(self._scheduler._jobstores.get(job._jobstore_alias), MemoryJobStore)
+        jobstore = self._scheduler._jobstores.get(job._jobstore_alias)
+        local = isinstance(getattr(jobstore, "_inner", jobstore), MemoryJobStore)  # also behind a shared one
         if policy.name is None and local and generated_id(job.id):
             raise ConfigError(
                 f"job {job.name!r} has no ID of its own: APScheduler made up another on every node, so no two of them "

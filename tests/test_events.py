@@ -15,6 +15,7 @@ import apscheduler_fence
 from apscheduler_fence import (
     EVENT_FENCE_ALL,
     EVENT_JOB_LOST,
+    EVENT_JOB_RECOVERED,
     EVENT_JOB_REFUSED,
     EVENT_LEASE_LOST,
     EVENT_LEASE_OVERDUE,
@@ -51,6 +52,7 @@ def test_the_numbers_are_those_that_are_documented():
         "EVENT_LEASE_LOST": 2097152,
         "EVENT_LEASE_OVERDUE": 4194304,
         "EVENT_JOB_LOST": 8388608,
+        "EVENT_JOB_RECOVERED": 16777216,
     }
 
 
@@ -60,7 +62,9 @@ def test_the_mask_of_all_is_all_of_them():
     assert EVENT_FENCE_ALL & EVENT_ALL == 0
 
 
-@pytest.mark.parametrize("code", [EVENT_JOB_REFUSED, EVENT_LEASE_LOST, EVENT_LEASE_OVERDUE, EVENT_JOB_LOST])
+@pytest.mark.parametrize(
+    "code", [EVENT_JOB_REFUSED, EVENT_LEASE_LOST, EVENT_LEASE_OVERDUE, EVENT_JOB_LOST, EVENT_JOB_RECOVERED]
+)
 def test_a_listener_hears_what_it_asked_for_and_nothing_unasked(code):
     """One that was written for APScheduler alone is not surprised by events that it does not know."""
     heard = {"default": [], "all": [], "one": []}

@@ -19,6 +19,7 @@ from apscheduler.schedulers.background import BackgroundScheduler
 from apscheduler.util import check_callable_args
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from sqlalchemy import create_engine
 
 import apscheduler_fence
 from apscheduler_fence import Fence, current_fence, fenced, unfenced
@@ -442,16 +443,18 @@ class Account:
         return self.name, fence, amount
 
 
-@pytest.mark.parametrize("url", [None, "sqlite://"])
-def test_a_bound_method_out_of_a_job_store_is_handed_its_fence(url):
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_bound_method_out_of_a_job_store_is_handed_its_fence(persistent, tmp_path):
     """A persistent store gives back the plain function with the instance among the arguments."""
+    engine = create_engine(f"sqlite:///{tmp_path}/jobs.db")
     scheduler = BackgroundScheduler()
-    scheduler.add_jobstore(MemoryJobStore() if url is None else SQLAlchemyJobStore(url))
+    scheduler.add_jobstore(SQLAlchemyJobStore(engine=engine) if persistent else MemoryJobStore())
     scheduler.start(paused=True)
     scheduler.add_job(Account("acct").settle, "interval", hours=1, args=[5], id="settle")
     stored = scheduler.get_job("settle")
     scheduler.shutdown()
-    assert inspect.ismethod(stored.func) == (url is None)
+    engine.dispose()  # APScheduler's thread looks into the store once more while it is being shut down
+    assert inspect.ismethod(stored.func) != persistent
     target, args, kwargs = bind(stored.func, stored.args, stored.kwargs, FENCE)
     assert target(*args, **kwargs) == ("acct", FENCE, 5)
 

@@ -214,7 +214,9 @@ def listen(event: FenceEvent) -> None:
     assert_type(event.scheduled_run_time, datetime | None)
     assert_type(event.holder, str | None)
     if isinstance(event, JobRefusedEvent):
-        assert_type(event.reason, Literal["done", "running", "held", "spacing", "lost", "pruned", "early", "queued", "full"])
+        assert_type(
+            event.reason, Literal["done", "running", "held", "spacing", "lost", "pruned", "early", "queued", "full"]
+        )
         assert_type(event.until, datetime | None)
         only_done(event.reason)  # type: ignore[arg-type]  # every reason is to be thought of
     if isinstance(event, LeaseEvent):
