@@ -131,7 +131,7 @@ def in_full(record: Record) -> dict[str, Any]:
 
 
 def _tries(record: Record) -> str:
-    return f"{record.attempt}/{record.max_attempts}" if record.max_attempts > 1 else str(record.attempt)
+    return f"{record.attempt}/{record.max_attempts}" if record.delivery == "at_least_once" else str(record.attempt)
 
 
 def _started(record: Record) -> str:

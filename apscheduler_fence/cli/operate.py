@@ -34,7 +34,7 @@ def retry(choice: StoreChoice, execution_id: str, as_json: bool) -> None:
     if as_json:
         print_json(in_full(answer))
     else:
-        click.echo(f"{answer.id} waits for attempt {answer.attempt + 1} of {answer.max_attempts}")
+        click.echo(f"{answer.id} waits for attempt {answer.attempt + 1}")
 
 
 @click.command()

@@ -25,6 +25,7 @@ from apscheduler_fence.cli.store_options import DURATION, StoreChoice, parse_mom
 from apscheduler_fence.errors import FenceError
 from apscheduler_fence.events import JobRefusedEvent
 from apscheduler_fence.fence import Fence  # noqa: TC001 - a job's annotation is read when it runs
+from apscheduler_fence.keeper import Settings
 from apscheduler_fence.policy import parse_options, resolve
 from apscheduler_fence.runner import Node, Run, Terms, run_here
 from apscheduler_fence.slots import job_name
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from apscheduler_fence.policy import Policy
     from apscheduler_fence.runner import Event
 
+NEVER = timedelta(days=36500)
+"""After which a waiting execution of an unknown job is given up: here every other job is unknown."""
 LOOK_AT_LEASE = 0.5
 """Seconds between two looks at whether the lease is still held, with `--stop-when-lost`."""
 FORWARDED = [
@@ -82,6 +85,8 @@ class Command:
             CommandFailed: it has not ended well.
             CommandStopped: nor could it, having been told to stop.
         """
+        self.child = None
+        self.ended.clear()
         if self.stopped:
             raise CommandStopped(f"stopped by {self.stopped} before it began", SIGNAL + signal.Signals[self.stopped])
         self.child = subprocess.Popen(_leashed(self.arguments), env={**os.environ, **environment(fence)})  # noqa: S603
@@ -190,6 +195,19 @@ class _ForMail(logging.Handler):
 @click.option("--lock-at-least", default="0", show_default=True, help="How long no other slot may start.")
 @click.option("--max-runtime", default=None, help="Stop renewing the lease after so long.")
 @click.option("--no-renew", is_flag=True, help="Let --lock-at-most be a hard limit.")
+@click.option(
+    "--retries",
+    type=click.IntRange(0, 1000),
+    default=0,
+    show_default=True,
+    help="How often a command that fails is run again.",
+)
+@click.option("--retry-delay", default=None, help="How long to wait before that. [1s]")
+@click.option("--delivery", type=click.Choice(["at_most_once", "at_least_once"]), default="at_most_once", show_default=True,
+              help="Whether a later start for the same slot takes over from a host that died.")  # fmt: skip
+@click.option(
+    "--max-attempts", type=click.IntRange(1, 1000), default=None, help="With at_least_once: how many such attempts. [3]"
+)
 @click.option("--lease", default=None, help="A lease that several jobs share.")
 @click.option("--retention", type=DURATION, default="30d", show_default=True, help="How long the record is kept.")
 @click.option(
@@ -236,7 +254,8 @@ def run(
     given["renew"] = not given.pop("no_renew")
     policy = resolve(parse_options({key: value for key, value in given.items() if value is not None}, "run"))
     command = Command(arguments, stop_when_lost)
-    here = Node(choice.open(), Terms(store_patience=patience.total_seconds(), retention=retention), lambda _: None)
+    settings = Settings(patience=patience.total_seconds(), retention=retention, orphan_after=NEVER)
+    here = Node(choice.open(), Terms(settings.patience, retention=retention, keeper=settings), lambda _: None)
     with _forwarding(command):
         event = _run(_submission(command, policy, name, choice.namespace, _moment(at)), here)
     sys.exit(_exit_code(event, refused_code, log.said))

@@ -4,8 +4,11 @@ import json
 from datetime import datetime, timedelta, timezone
 
 import pytest
+from apscheduler.schedulers.background import BackgroundScheduler
 from claims import HOUR, SECOND, ask, rows, run, win
+from waiting import eventually
 
+from apscheduler_fence import fenced
 from apscheduler_fence.slots import format_time
 from apscheduler_fence.stores import open_store
 
@@ -153,9 +156,36 @@ def test_a_schedule_or_time_that_cannot_be_read_is_a_usage_error(cli, options):
 def test_retry_lets_a_failed_execution_run_once_more(cli, store):
     """It waits for its next attempt, and cannot be revived twice."""
     run(store, at(5), "failed", "boom")
-    assert cli("retry", f"settle/{slot(5)}").stdout == f"settle/{slot(5)} waits for attempt 2 of 2\n"
+    assert cli("retry", f"settle/{slot(5)}").stdout == f"settle/{slot(5)} waits for attempt 2\n"
     assert rows(store)[f"settle/{slot(5)}"].state == "waiting"
     assert "running or waiting" in cli("retry", f"settle/{slot(5)}", code=1).stderr
+
+
+@pytest.mark.parametrize("delivery", ["at_most_once", "at_least_once"])
+def test_a_retried_execution_is_run_by_a_node_that_has_its_job(cli, store, store_url, delivery):
+    """A scheduler that goes on running finds it: the same execution, the next attempt, a larger token."""
+    attempts = []
+
+    @fenced
+    def flaky(fence):
+        attempts.append((fence.execution_id, fence.attempt, fence.token))
+        if len(attempts) == 1:
+            raise ValueError("boom")
+
+    executor = {"type": "fenced", "store": store_url, "sweep": 0.1, "delivery": delivery}
+    scheduler = BackgroundScheduler(executors={"default": executor}, timezone=timezone.utc)
+    noon = datetime(2026, 1, 5, 12, tzinfo=timezone.utc)
+    scheduler.add_job(flaky, "date", id="flaky", run_date=noon, misfire_grace_time=None)
+    scheduler.start()
+    try:
+        name = "flaky/2026-01-05T12:00:00Z"
+        eventually(lambda: name in rows(store) and rows(store)[name].state == "failed")
+        cli("retry", name)
+        eventually(lambda: rows(store)[name].state == "succeeded")
+    finally:
+        scheduler.shutdown()
+    assert [(name, attempt) for name, attempt, _ in attempts] == [(name, 1), (name, 2)]
+    assert attempts[1][2] > attempts[0][2]
 
 
 def test_retry_refuses_what_succeeded_and_what_nobody_knows(cli, store):

@@ -183,6 +183,38 @@ def test_a_killed_run_takes_its_command_along_and_frees_its_lease_when_it_is_ove
     assert "was lost with the host that ran it" in cli("run", "--name", "pay", *AT, "true", code=75).stderr
 
 
+@LINUX
+def test_a_later_start_takes_over_from_a_host_that_died_if_it_may(cli, started, store):
+    """The same execution, its second attempt, under a larger token."""
+    options = ("--name", "pay", *AT, "--lock-at-most", "1s", "--delivery", "at_least_once")
+    node = started(*options, script="""echo '{"began": 1}'; exec sleep 30""")
+    node.receive(began=1)
+    os.kill(node.pid, signal.SIGKILL)
+    stale = only(store).token
+    eventually(lambda: all(held.over for held in History(store).held()))
+    told = cli("run", *options, "sh", "-c", "echo $FENCE_EXECUTION_ID $FENCE_ATTEMPT $FENCE_TOKEN").stdout.split()
+    assert told[:2] == [f"pay/{SLOT}", "2"]
+    assert int(told[2]) > stale
+    assert (only(store).state, only(store).attempt) == ("succeeded", 2)
+
+
+def test_a_command_that_fails_is_run_again_if_asked_for(cli, store):
+    """Under the same lease and the same execution ID."""
+    script = "echo $FENCE_ATTEMPT; [ $FENCE_ATTEMPT = 3 ]"
+    done = cli("run", "--name", "pay", *AT, "--retries", 5, "--retry-delay", "10ms", "sh", "-c", script)
+    assert done.stdout.split() == ["1", "2", "3"]
+    assert (only(store).state, only(store).attempt) == ("succeeded", 3)
+
+
+def test_a_host_that_only_runs_commands_leaves_other_jobs_waiting_executions_alone(cli, store):
+    """It does not know their jobs, and others may."""
+    cli("run", "--name", "mail", *AT, "false", code=1)
+    cli("retry", f"mail/{SLOT}")
+    cli("run", "--name", "pay", "sleep", "1")
+    assert rows(store)[f"mail/{SLOT}"].state == "waiting"
+    assert cli("run", "--name", "mail", *AT, "sh", "-c", "echo $FENCE_ATTEMPT").stdout == "2\n"
+
+
 def test_a_command_can_be_stopped_when_its_lease_is_lost(cli, started, store):
     """An operator breaks the lease; the command is told at the next renewal, and the record stays as it is."""
     options = ("--lock-at-most", "1s", "--stop-when-lost")
