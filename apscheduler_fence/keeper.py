@@ -367,7 +367,7 @@ class Keeper:
 
     def _housekeeping(self, now: Instant) -> float:
         sweep, prune = self.settings.sweep.total_seconds(), self.settings.prune.total_seconds()
-        if self._may_sweep(now) and (self._swept is None or elapsed(self._swept, now) >= sweep):
+        if self._may_sweep_in(now) <= 0 and (self._swept is None or elapsed(self._swept, now) >= sweep):
             self._swept = now
             if self._guarded(self._sweep, default=0) >= SWEEP_LIMIT:
                 self._swept = None
@@ -376,13 +376,14 @@ class Keeper:
         if elapsed(self._pruned, now) >= prune:
             full = self._guarded(self._prune, default=0) >= PRUNE_LIMIT
             self._pruned = self._pruned if full else now
-        if self._swept is None:
-            return 0.05 if self._may_sweep(now) else sweep
-        return max(0.05, sweep - elapsed(self._swept, now))
+        due_in = 0.0 if self._swept is None else sweep - elapsed(self._swept, now)
+        return max(0.05, due_in, self._may_sweep_in(now))
 
-    def _may_sweep(self, now: Instant) -> bool:
+    def _may_sweep_in(self, now: Instant) -> float:
         # Those who held leases through an outage deserve one lease period to come back before they are called lost.
-        return self._trouble is None or elapsed(self._trouble, now) >= self.settings.lock_at_most.total_seconds()
+        if self._trouble is None:
+            return 0.0
+        return self.settings.lock_at_most.total_seconds() - elapsed(self._trouble, now)
 
     def _sweep(self) -> int:
         for unanswered, holder in [*self._unannounced]:

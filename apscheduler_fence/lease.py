@@ -278,6 +278,16 @@ def is_live(lease: Lease | None, now: Micros) -> bool:
     return lease is not None and lease.expires_at is not None and lease.expires_at > now
 
 
+def is_spaced(lease: Lease, now: Micros) -> bool:
+    """It is too soon after the last grant."""
+    return now < lease.hold_until and not _is_unspaced(lease)
+
+
+def _is_unspaced(lease: Lease | None) -> bool:
+    # Granted without `lock_at_least`: then a store's clock that is set back before the grant must not hold up anything.
+    return lease is not None and lease.hold_until == lease.acquired_at
+
+
 def next_token(last: int, now: Micros) -> int:
     """The token of a new grant: larger than the last, and at least the store's clock, so that a loss cannot repeat one."""
     return max(last + 1, now)
@@ -313,7 +323,7 @@ def claim(seen: Seen, ask: Ask) -> Change | Refusal:
     if is_live(lease, seen.now):
         return _meet_holder(seen, ask, lease)
     taking_over = seen.execution is not None and seen.execution.attempt > 0
-    too_soon = seen.now < lease.hold_until and not taking_over
+    too_soon = is_spaced(lease, seen.now) and not taking_over
     if ask.overlap == "queue" and (too_soon or _is_behind(seen)):
         # A lease that is over is made free first; then this slot takes its place in the line.
         return (
@@ -372,7 +382,7 @@ def _grant(seen: Seen, ask: Ask, lease: Lease | None) -> Change:
         moves.append(_end(displaced, ask.nonce, ask.keep_for))
     moves.append(_begin(row, ask))
     return Change(
-        _grant_move(ask, lease, "over" if row is not None and row.attempt > 0 else "open"),
+        _grant_move(ask, lease, "over" if (row is not None and row.attempt > 0) or _is_unspaced(lease) else "open"),
         tuple(moves),
         displaced=_ended(displaced, ask.nonce) if displaced is not None else None,
     )
@@ -445,7 +455,7 @@ def _enqueue(seen: Seen, ask: Ask, lease: Lease) -> Change | Refusal:
     free = lease.holder is None
     if seen.execution is not None:
         ahead = seen.waiting.holder if free and _is_behind(seen) and seen.waiting is not None else lease.holder
-        until = lease.hold_until if free and seen.now < lease.hold_until else lease.expires_at
+        until = lease.hold_until if free and is_spaced(lease, seen.now) else lease.expires_at
         return Refusal("queued", ahead, until)
     move = LeaseMove(
         ask.lease, lease.token, lease.holder,

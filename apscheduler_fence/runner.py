@@ -220,7 +220,7 @@ class Outcome:
     @property
     def cancelled(self) -> bool:
         """Whether it was cancelled rather than failed."""
-        return isinstance(self.error, asyncio.CancelledError | GeneratorExit)
+        return isinstance(self.error, asyncio.CancelledError)
 
 
 Step: TypeAlias = Work | Read | Swap | Sleep | Call
@@ -723,11 +723,13 @@ async def _run_on_loop(
 ) -> tuple[Event | None, bool]:
     """The part of a flow in which something is held: whatever happens to the task, the store hears how it ended."""
     while True:
-        outcome = await _call_cancellable(step)
-        following = _submit(pool, advance, flow, node.store, outcome)
-        if isinstance(outcome.error, GeneratorExit):  # the loop has dropped this task: it may await nothing more
+        try:
+            outcome = await _call_cancellable(step)
+        except GeneratorExit:  # the loop has dropped this task: it may await nothing more
+            following = _submit(pool, advance, flow, node.store, Outcome(error=asyncio.CancelledError()))
             _submit(pool, _see_through, flow, following, node.store)
-            raise outcome.error
+            raise
+        following = _submit(pool, advance, flow, node.store, outcome)
         try:
             then = await _done(following)
             while isinstance(then, Sleep):

@@ -146,12 +146,20 @@ class Registers:
         for old, new in zip(old_rows, rows, strict=True):
             if old is not None and old.state in FINAL_STATES and new != old:
                 raise Violation(f"{old.id} was {old.state} and became {new.state} (I3)")
+            if new is not None and new != old and new.state == "lost" and new.delivery == "at_least_once":
+                self.check_exhausted(new)
         self.check_running(lease, rows)
         last = -1 if old_lease is None else old_lease.token
         if lease is not None and lease.token < last + change.grants:
             raise Violation("a token did not grow (I2)")
         if change.grants and change.lease.write == "grant" and self.world.overlap == "queue":
             self.check_order(old_rows, lease.slot)
+
+    @staticmethod
+    def check_exhausted(row):
+        """At least once, a run is given up only after its last attempt."""
+        if row.attempt < row.max_attempts:
+            raise Violation(f"{row.id} is lost with attempts left")
 
     @staticmethod
     def check_running(lease, rows):
@@ -724,6 +732,11 @@ def queueing_without_a_new_token(patch):
     patch.setattr(rules, "claim", claim_or_queue)
 
 
+def lost_with_attempts_left(patch):
+    """A run that did not end is given up, whatever was promised."""
+    patch.setattr(rules, "after_failure", lambda *_, cancelled=False: "cancelled" if cancelled else "lost")
+
+
 def claim_without_displacing(patch):
     """A claim leaves the run whose lease it takes as it was."""
     claim = rules.claim
@@ -763,6 +776,7 @@ WEAKENED = {
         queueing_without_a_new_token, QUEUE_OF_THREE, "went ahead",
     ),
     "claim without displacing": (claim_without_displacing, World(unanswered=0), "does not hold it"),
+    "lost with attempts left": (lost_with_attempts_left, World(**AT_LEAST_ONCE, unanswered=0), "attempts left"),
     "trust from the answer": (as_it_is, World(trusts_from_the_answer=True), "believe that they hold"),
 }  # fmt: skip
 

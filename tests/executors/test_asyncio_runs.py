@@ -1,7 +1,6 @@
 """Coroutines on an event loop: the store's answers are awaited beside it, and being cancelled leaves nothing behind."""
 
 import asyncio
-import gc
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +14,7 @@ from waiting import eventually
 from watched import Watched, moment, own_threads
 
 from apscheduler_fence import EVENT_LEASE_LOST, EVENT_LEASE_OVERDUE, FencedExecutor, current_fence, fenced
-from apscheduler_fence.runner import _submit
+from apscheduler_fence.runner import _submit, run_on_loop
 from apscheduler_fence.stores import open_store
 
 
@@ -294,26 +293,26 @@ def test_events_after_the_loop_was_closed_are_heard_on_another_thread(url):
     assert {node.heard.threads[node.heard.index(event)] for event in (lost, executed)} == {"apscheduler-fence-events"}
 
 
-def test_a_coroutine_that_its_loop_has_dropped_is_recorded_as_cancelled(url, rows):
-    """A loop that is closed with the run still pending: the coroutine is destroyed, and its lease given back."""
+def test_a_coroutine_that_is_destroyed_is_recorded_as_cancelled(url, rows):
+    """A loop that is dropped closes its coroutines: there is nothing to await with, and the lease is given back."""
 
     async def application():
         node = node_on(url)
-        node.run(asyncio.sleep, 60)
-        await until(lambda: node.executor._node.keeper.held)
-        return node
+        node.scheduler.pause()
+        job = node.run(asyncio.sleep, 60)
+        submission = run_on_loop(node.executor._run_of(job, [moment()]), node.executor._node, node.executor._pool)
+        waits_for = submission.send(None)
+        while not node.executor._node.keeper.held:
+            await asyncio.sleep(0.005)
+            if waits_for.done():
+                waits_for = submission.send(None)
+        submission.close()
+        await until(lambda: rows()[0].state != "running")
+        assert node.executor._node.keeper.held == ()
+        await shut_down(node)
 
-    loop = asyncio.new_event_loop()
-    node = loop.run_until_complete(application())
-    loop.close()
-    node.executor._inner._pending_futures.clear()
-    del loop
-    node.scheduler._eventloop = None
-    eventually(lambda: gc.collect() is not None and rows()[0].state != "running")
+    asyncio.run(application())
     assert rows()[0].state == "cancelled"
-    assert node.executor._node.keeper.held == ()
-    node.executor._submitted.clear()
-    node.executor.shutdown()
 
 
 def test_without_a_pool_the_store_is_told_on_the_loop():
