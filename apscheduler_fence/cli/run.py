@@ -50,26 +50,22 @@ STOPPING = ("SIGTERM", "SIGINT", "SIGHUP")
 class CommandFailed(FenceError):  # noqa: N818 - the name says what happened
     """The command ended with another exit code than 0, or by a signal."""
 
-    def __init__(self, message: str, code: int) -> None:
-        super().__init__(message)
-        self.code = code
-
 
 class CommandStopped(asyncio.CancelledError):
     """The command ended because it was told to. An execution that ends with this is recorded as cancelled."""
 
-    def __init__(self, message: str, code: int) -> None:
-        super().__init__(message)
-        self.code = code
-
 
 @dataclass(eq=False)
 class Command:
-    """A command as a job: what it is handed stands in its environment, and its exit code is its outcome."""
+    """A command as a job: what it is handed stands in its environment, and its exit code is its outcome.
+
+    `code` is that of its latest run, as a shell would have it; None if it has not run.
+    """
 
     arguments: Sequence[str]
     stop_when_lost: bool = False
     stopped: str = ""
+    code: int | None = None
     child: subprocess.Popen[bytes] | None = None
     unsent: list[int] = field(default_factory=list)
     ended: threading.Event = field(default_factory=threading.Event)
@@ -88,7 +84,8 @@ class Command:
         self.child = None
         self.ended.clear()
         if self.stopped:
-            raise CommandStopped(f"stopped by {self.stopped} before it began", SIGNAL + signal.Signals[self.stopped])
+            self.code = SIGNAL + signal.Signals[self.stopped]
+            raise CommandStopped(f"stopped by {self.stopped} before it began")
         self.child = subprocess.Popen(_leashed(self.arguments), env={**os.environ, **environment(fence)})  # noqa: S603
         for number in self.unsent:
             self.child.send_signal(number)
@@ -98,13 +95,13 @@ class Command:
             if fence.lost and not self.stopped:
                 self.stop(signal.SIGTERM, "a lost lease")
         code = self.child.returncode
+        self.code = code if code >= 0 else SIGNAL - code
         if code == 0:
             return
         how = f"exited with {code}" if code > 0 else f"was ended by {_signal_name(-code)}"
-        code = code if code > 0 else SIGNAL - code
         if self.stopped:
-            raise CommandStopped(f"{self.arguments[0]} {how}, stopped by {self.stopped}", code)
-        raise CommandFailed(f"{self.arguments[0]} {how}", code)
+            raise CommandStopped(f"{self.arguments[0]} {how}, stopped by {self.stopped}")
+        raise CommandFailed(f"{self.arguments[0]} {how}")
 
     def _wait(self, child: subprocess.Popen[bytes]) -> None:
         child.wait()
@@ -258,7 +255,7 @@ def run(
     here = Node(choice.open(), Terms(settings.patience, retention=retention, keeper=settings), lambda _: None)
     with _forwarding(command):
         event = _run(_submission(command, policy, name, choice.namespace, _moment(at)), here)
-    sys.exit(_exit_code(event, refused_code, log.said))
+    sys.exit(command.code if command.code is not None else _exit_code(event, refused_code, log.said))
 
 
 def _moment(at: str | None) -> datetime:
@@ -305,14 +302,11 @@ def _run(submission: Run, here: Node) -> Event:
 
 
 def _exit_code(event: Event, refused_code: int, said: Sequence[str]) -> int:
+    """The exit code if the command was not run."""
     if isinstance(event, JobRefusedEvent):
         click.echo(f"apscheduler-fence: {_refusal(event)}", err=True)
         return refused_code
     match event.exception:
-        case None:
-            return 0
-        case CommandFailed(code=code) | CommandStopped(code=code):
-            return int(code)
         case FenceError() as error:
             failure = failure_of(error)
         case error:
