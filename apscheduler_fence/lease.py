@@ -288,7 +288,7 @@ def is_spaced(lease: Lease, now: Micros) -> bool:
 
 def _is_unspaced(lease: Lease | None) -> bool:
     # Granted without `lock_at_least`: then a store's clock that is set back before the grant must not hold up anything.
-    return lease is not None and lease.hold_until < lease.acquired_at + UNSPACED
+    return lease is not None and abs(lease.hold_until - lease.acquired_at) < UNSPACED
 
 
 def next_token(last: int, now: Micros) -> int:
