@@ -39,7 +39,9 @@ class Orders:
 
 def report(what: str, **more: Any) -> None:
     """Write one line that the demo reads."""
-    sys.stdout.write(json.dumps({"what": what, **more}) + "\n")  # in one piece: print() would let threads mix their lines
+    sys.stdout.write(
+        json.dumps({"what": what, **more}) + "\n"
+    )  # in one piece: print() would let threads mix their lines
     sys.stdout.flush()
 
 
