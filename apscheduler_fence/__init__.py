@@ -23,6 +23,7 @@ from apscheduler_fence.events import (
 )
 from apscheduler_fence.executor import FencedExecutor, run_now
 from apscheduler_fence.fence import Fence, current_fence
+from apscheduler_fence.history import History
 from apscheduler_fence.policy import Backoff, Policy, fenced, unfenced
 
 __version__ = "0.1.0"
@@ -41,6 +42,7 @@ __all__ = [
     "FenceError",
     "FenceEvent",
     "FencedExecutor",
+    "History",
     "InvalidToken",
     "JobRefusedEvent",
     "LeaseEvent",

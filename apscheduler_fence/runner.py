@@ -242,8 +242,11 @@ def run_slot(run: Run, run_time: datetime, node: Node) -> Flow:
         logger.warning('Run time of job "%s" was missed by %s on this node', run.job_id, late)
         return JobExecutionEvent(EVENT_JOB_MISSED, run.job_id, run.jobstore, run_time)
     if run.policy is None:
-        outcome = yield Call(run.function, run.args, run.kwargs, None)
-        return executed(run, run_time, outcome)
+        try:
+            function, args, kwargs = bind(run.function, run.args, run.kwargs, None)
+        except ConfigError as error:
+            return executed(run, run_time, Outcome(error=error))
+        return executed(run, run_time, (yield Call(function, args, kwargs, None)))
     try:
         if run.slot is not None:
             slot = run.slot
