@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import signal
 import sys
 import time
@@ -10,46 +11,45 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 import click
-from rich.console import Console
-from rich.table import Table
 from sqlalchemy.exc import SQLAlchemyError
 
-from apscheduler_fence.errors import FenceError
+from apscheduler_fence.cli.exits import NO, UNAVAILABLE, Failure
+from apscheduler_fence.cli.output import print_json, print_table, to_the_second
+from apscheduler_fence.cli.store_options import DURATION, DURATION_OR_NONE, json_option
 from apscheduler_fence.outbox import Outbox
-from apscheduler_fence.policy import parse_duration
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from datetime import timedelta
 
-    from apscheduler_fence.outbox import Entry, Handler, MessageState
+    from apscheduler_fence.outbox import Handler, MessageState
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
+ERROR_SHOWN = 120
 
-def _told(command: Callable[P, R]) -> Callable[P, R]:
-    """Say in one line what went wrong, without a traceback."""
+
+def _reachable(command: Callable[P, R]) -> Callable[P, R]:
+    """Say in one line that the database could not be used."""
 
     @wraps(command)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return command(*args, **kwargs)
-        except FenceError as error:
-            raise click.ClickException(str(error)) from error
         except SQLAlchemyError as error:
-            raise click.ClickException(str(getattr(error, "orig", None) or error)) from error
+            raise Failure(str(getattr(error, "orig", None) or error), UNAVAILABLE) from error
 
     return wrapped
 
 
 @click.group()
-@click.option(
-    "--database", envvar="APSCHEDULER_FENCE_OUTBOX", required=True, help="URL of the database that the outbox is in."
-)
-@click.option("--table-prefix", default="fence_", show_default=True)
+@click.option("--database", envvar="APSCHEDULER_FENCE_OUTBOX", show_envvar=True, required=True,
+              help="The URL of the database that the outbox is in.")  # fmt: skip
+@click.option("--table-prefix", default="fence_", show_default=True, help="How the table's name begins.")
 @click.option("--schema", default=None, help="A schema other than the connection's own.")
 @click.pass_context
-@_told
+@_reachable
 def outbox(context: click.Context, database: str, table_prefix: str, schema: str | None) -> None:
     """Messages that were written together with their cause, and are sent afterwards."""
     context.obj = Outbox(database, table_prefix=table_prefix, schema=schema)
@@ -58,53 +58,51 @@ def outbox(context: click.Context, database: str, table_prefix: str, schema: str
 
 @outbox.command("list")
 @click.option("--state", type=click.Choice(["waiting", "sent", "dead"]), default=None, help="Only these.")
-@click.option("--limit", type=click.IntRange(1), default=50, show_default=True, help="At most so many, oldest first.")
+@click.option("--limit", type=click.IntRange(1), default=50, show_default=True, help="At most so many, the oldest.")
+@json_option
 @click.pass_obj
-@_told
-def list_messages(messages: Outbox, state: MessageState | None, limit: int) -> None:
-    """Show messages."""
+@_reachable
+def list_messages(messages: Outbox, state: MessageState | None, limit: int, as_json: bool) -> None:
+    """List messages, oldest first."""
     entries = messages.entries(state, limit=limit)
-    table = Table()
-    for column in ("id", "topic", "state", "order key", "attempt", "due", "execution", "error"):
-        table.add_column(column, overflow="fold")
-    for entry in entries:
-        table.add_row(*_cells(entry))
-    Console(highlight=False, width=None if sys.stdout.isatty() else 200).print(table)
-    click.echo(f"{len(entries)} messages")
-
-
-def _cells(entry: Entry) -> tuple[str, ...]:
-    message, due = entry.message, f"{entry.due_at:%Y-%m-%d %H:%M:%S}Z"
-    return (
-        message.id,
-        message.topic,
-        entry.state,
-        entry.order_key or "",
-        str(message.attempt),
-        due if entry.state == "waiting" else "",
-        entry.execution_id,
-        (entry.error or "")[:200],
-    )
+    if as_json:
+        print_json(entries)
+        return
+    print_table(
+        "messages",
+        ("id", "topic", "state", "<try>", "due", "error"),
+        [(entry.message.id, entry.message.topic, entry.state, str(entry.message.attempt),
+          to_the_second(entry.due_at) if entry.state == "waiting" else "", (entry.error or "")[:ERROR_SHOWN])
+         for entry in entries],
+        wide=("id", "topic", "error"),
+    )  # fmt: skip
 
 
 @outbox.command()
 @click.argument("ids", nargs=-1)
 @click.option("--all", "everything", is_flag=True, help="All dead messages.")
 @click.pass_obj
-@_told
+@_reachable
 def retry(messages: Outbox, ids: tuple[str, ...], everything: bool) -> None:
-    """Send dead messages again, by their IDs or all of them."""
+    """Send dead messages again, by their IDs or all of them.
+
+    Exit code 1: none of them is dead.
+    """
     if bool(ids) == everything:
         raise click.UsageError("give the IDs of dead messages, or --all")
-    click.echo(f"{messages.retry(*ids)} messages are due again")
+    again = messages.retry(*ids)
+    if not again:
+        raise Failure("there is no such dead message" if ids else "no message is dead", NO)
+    click.echo(f"{again} messages are due again")
 
 
 @outbox.command()
 @click.option("--state", type=click.Choice(["sent", "dead"]), required=True, help="Which messages to delete.")
-@click.option("--older-than", default="0s", show_default=True, help="Only those sent or parked longer ago: 90m, 30d.")
+@click.option("--older-than", type=DURATION_OR_NONE, default="0s", show_default=True,
+              help="Only those that were sent or parked longer ago.")  # fmt: skip
 @click.pass_obj
-@_told
-def purge(messages: Outbox, state: Any, older_than: str) -> None:
+@_reachable
+def purge(messages: Outbox, state: Any, older_than: timedelta) -> None:
     """Delete messages that were sent, or that are dead.
 
     An execution that is run again after its messages were deleted adds them again.
@@ -114,18 +112,20 @@ def purge(messages: Outbox, state: Any, older_than: str) -> None:
 
 @outbox.command()
 @click.argument("handler")
-@click.option("--every", default=None, help="Go on, and look for messages this often: 500ms, 5s. Without it: once.")
+@click.option("--every", type=DURATION, default=None, help="Go on, and look for messages this often. [once]")
 @click.pass_obj
-@_told
-def relay(messages: Outbox, handler: str, every: str | None) -> None:
-    """Send what is due with HANDLER, a function as package.module:name that takes one Message."""
+@_reachable
+def relay(messages: Outbox, handler: str, every: timedelta | None) -> None:
+    """Send what is due with HANDLER, a function as package.module:name that takes one Message.
+
+    Any number of relays may run at the same time. Ctrl-C and SIGTERM end one in order.
+    """
     send = _load(handler)
-    pause = None if every is None else parse_duration(every, "--every").total_seconds()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was claimed is given back at either signal
     try:
         click.echo(f"{messages.relay(send)} messages sent")
-        while pause is not None:
-            time.sleep(pause)
+        while every is not None:
+            time.sleep(every.total_seconds())
             if sent := messages.relay(send):
                 click.echo(f"{sent} messages sent")
     except KeyboardInterrupt:
@@ -133,14 +133,14 @@ def relay(messages: Outbox, handler: str, every: str | None) -> None:
 
 
 def _load(reference: str) -> Handler:
-    module, _, name = reference.partition(":")
-    sys.path.insert(0, "")  # as `python -m` does, so that an application is found in the folder it is started from
+    module, _, path = reference.partition(":")
+    sys.path.insert(0, os.getcwd())  # noqa: PTH109 - sys.path holds text; as `python -m` and gunicorn do
     try:
         found: Any = importlib.import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
+        for name in path.split("."):
+            found = getattr(found, name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise click.BadParameter(f"{reference!r} cannot be loaded: {error}", param_hint="HANDLER") from error
+        raise click.BadParameter(f"{reference!r} cannot be imported: {error}", param_hint="HANDLER") from error
     if not callable(found):
         raise click.BadParameter(f"{reference!r} is not a function", param_hint="HANDLER")
     return cast("Handler", found)
