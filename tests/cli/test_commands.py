@@ -14,7 +14,7 @@ from apscheduler_fence.stores import open_store
 
 MINUTE = 60 * SECOND
 NOW = int(datetime.now(timezone.utc).timestamp()) // 60 * MINUTE
-COMMANDS = ["demo", "doctor", "init", "missing", "prune", "release", "retry", "run", "runs", "show", "status"]
+COMMANDS = ["demo", "doctor", "init", "missing", "outbox", "prune", "release", "retry", "run", "runs", "show", "status"]
 
 pytestmark = pytest.mark.backends("sqlite")
 
