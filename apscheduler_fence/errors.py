@@ -60,10 +60,48 @@ class StaleToken(FenceError):  # noqa: N818 - as above
         self.highest = highest
 
     def __str__(self) -> str:
+        accepted = "it from another execution" if self.token == self.highest else str(self.highest)
         return (
-            f"token {self.token} is stale at {self.resource!r}, which has accepted {self.highest}: "
+            f"token {self.token} is stale at {self.resource!r}, which has accepted {accepted}: "
             "another holder has taken over, and nothing of this transaction may be kept"
         )
+
+
+class InvalidToken(FenceError, ValueError):  # noqa: N818 - as above
+    """No lease can have been granted under this token, and accepting it could close the resource to everybody for ever.
+
+    Attributes:
+        resource: the guarded resource.
+        token: the caller's token.
+    """
+
+    def __init__(self, resource: str, token: object, reason: str) -> None:
+        super().__init__(resource, token, reason)
+        self.resource = resource
+        self.token = token
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"token {self.token!r} is refused at {self.resource!r}: {self.reason}"
+
+
+class AlreadyApplied(FenceError):  # noqa: N818 - as above
+    """This execution has done this operation before, in an earlier attempt; what was written now is undone.
+
+    Attributes:
+        resource: the guarded resource.
+        execution_id: the execution.
+        operation: the operation that is already applied.
+    """
+
+    def __init__(self, resource: str, execution_id: str, operation: str) -> None:
+        super().__init__(resource, execution_id, operation)
+        self.resource = resource
+        self.execution_id = execution_id
+        self.operation = operation
+
+    def __str__(self) -> str:
+        return f"operation {self.operation!r} of {self.execution_id} is already applied at {self.resource!r}"
 
 
 class Retry(FenceError):  # noqa: N818 - a request, made by raising it

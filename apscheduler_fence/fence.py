@@ -8,10 +8,11 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import quote
 
 from apscheduler_fence.errors import ConfigError, FenceError, LeaseLost
+from apscheduler_fence.lease import settle, settled
 from apscheduler_fence.policy import (
     LABEL,
     annotates_fence,
@@ -27,11 +28,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from datetime import datetime
 
-    from apscheduler_fence.lease import Grant
+    from apscheduler_fence.lease import Change, Grant, Seen
     from apscheduler_fence.policy import Instant, Policy
     from apscheduler_fence.slots import Slot
 
 KEY_LIMIT = 255
+
+SettleIn: TypeAlias = "Callable[[Any, Change, Callable[[], None]], bool]"
+"""Applies a change in a transaction of the caller's, calls the function if that is rolled back, says whether it matched."""
 # No quote, backslash or control character: a key needs no escaping inside a header's quoted string.
 _READABLE = "/:@!$&'()*+,;="
 
@@ -54,11 +58,24 @@ class Hold:
     ended: bool = False
     regranting: bool = False
     cancel: Callable[[], object] | None = None
+    settle_in: SettleIn | None = None
+    settling: bool = False
+    settled_in: bool = False
 
     @property
     def execution_id(self) -> str:
         """The logical run that the lease is held for."""
         return self.slot.execution_id
+
+    def recorded(self, seen: Seen, change: Change) -> bool:
+        """Whether the store shows the outcome that `change` was to record, or the one the job has recorded by itself."""
+        return settled(seen, self.grant, change) or (
+            self.settled_in and settled(seen, self.grant, settle(self.grant, "succeeded"))
+        )
+
+    def resume(self) -> None:
+        """Renew this lease again: the transaction that was to give it back has been rolled back."""
+        self.settling = False
 
     def remaining(self) -> float:
         """Seconds for which the lease can still be trusted; 0 once it is lost, and from then on."""
@@ -114,21 +131,46 @@ class Fence:
         if self.lost:
             raise LeaseLost(self.execution_id, self.token)
 
+    def settle_in(self, db: Any) -> None:
+        """Record in a transaction of the store's own database that this execution has succeeded.
+
+        Then the record commits or rolls back together with what the job has written there, with its outbox messages and
+        with a guard's check. Committed, it is final whatever the job does afterwards, and its lease is free: let it be the
+        last the job does. After a rollback the run is recorded by how it ends, as ever. Nothing renews the lease while the
+        transaction is open.
+
+        Args:
+            db: an SQLAlchemy connection or session in a transaction; of an asynchronous one, `await
+                db.run_sync(fence.settle_in)` lends it.
+
+        Raises:
+            LeaseLost: another holder has taken over; the transaction has been rolled back.
+            ConfigError: the store is not in an SQL database, or not in this one.
+            FenceError: there is no transaction here.
+        """
+        hold = self._hold
+        if hold is None or hold.settle_in is None:
+            raise ConfigError("settle_in needs a store in an SQL database, and this run's store is none")
+        if hold.grant.token != self.token:  # an earlier attempt's fence: what it stands for is over
+            db.rollback()
+            raise LeaseLost(self.execution_id, self.token)
+        hold.settling = hold.settled_in = True
+        try:
+            applied = hold.settle_in(db, settle(hold.grant, "succeeded"), hold.resume)
+        except BaseException:
+            hold.resume()
+            raise
+        if not applied:
+            hold.resume()
+            raise LeaseLost(self.execution_id, self.token)
+
     def key(self, operation: str = "") -> str:
         """An idempotency key for one operation of this execution: the same on every attempt.
 
         ASCII and at most 255 characters, which is what common APIs accept; a longer one is cut and ends in a digest.
         Different executions, and different operations of one, have different keys.
         """
-        key = quote(self.execution_id, safe=_READABLE)
-        if operation:
-            # Where the operation begins must be plain: it holds neither of the two that structure an execution ID.
-            name = quote(operation, safe=_READABLE.translate({ord("/"): None, ord(":"): None}), errors="surrogatepass")
-            key = f"{key}:{name}"
-        if len(key) <= KEY_LIMIT:
-            return key
-        digest = hashlib.sha256(key.encode("ascii")).hexdigest()[:40]
-        return f"{key[: KEY_LIMIT - 41]}|{digest}"  # a bar is in no key that was not cut
+        return idempotency_key(self.execution_id, operation)
 
     def headers(self, operation: str = "") -> dict[str, str]:
         """HTTP headers that let the other side refuse a duplicate or a stale caller.
@@ -136,6 +178,19 @@ class Fence:
         `Idempotency-Key` is a quoted string, as draft-ietf-httpapi-idempotency-key-header has it.
         """
         return {"Idempotency-Key": f'"{self.key(operation)}"', "Fencing-Token": str(self.token)}
+
+
+def idempotency_key(execution_id: str, operation: str = "") -> str:
+    """`Fence.key` of an execution that is not at hand as a fence."""
+    key = quote(execution_id, safe=_READABLE)
+    if operation:
+        # Where the operation begins must be plain: it holds neither of the two that structure an execution ID.
+        name = quote(operation, safe=_READABLE.translate({ord("/"): None, ord(":"): None}), errors="surrogatepass")
+        key = f"{key}:{name}"
+    if len(key) <= KEY_LIMIT:
+        return key
+    digest = hashlib.sha256(key.encode("ascii")).hexdigest()[:40]
+    return f"{key[: KEY_LIMIT - 41]}|{digest}"  # a bar is in no key that was not cut
 
 
 _current: ContextVar[Fence] = ContextVar("apscheduler_fence.current")

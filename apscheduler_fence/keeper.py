@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from apscheduler_fence.errors import ConfigError, StoreError
 from apscheduler_fence.events import EVENT_JOB_LOST, EVENT_LEASE_LOST, EVENT_LEASE_OVERDUE, LeaseEvent, in_time
-from apscheduler_fence.lease import Change, Execution, Key, abandon, broken, move_state, orphan, renew, settled
+from apscheduler_fence.lease import Change, Execution, Key, abandon, broken, move_state, orphan, renew
 from apscheduler_fence.policy import Instant, elapsed, in_micros, instant
 from apscheduler_fence.stores.base import Executions, HeldLeases, Store
 
@@ -55,12 +55,15 @@ def plan(holds: Iterable[Hold], now: Instant, since_round: float, *, failing: bo
 
     All are renewed together every third of the shortest `lock_at_most`, or much faster while the store does not answer.
     """
-    live = [hold for hold in holds if not hold.ended]
+    held = [hold for hold in holds if not hold.ended]
+    live = [hold for hold in held if not hold.settling]
     lost = tuple(hold for hold in live if hold.remaining() <= 0)
     kept = [hold for hold in live if not hold.lost and _renewable(hold, now)]
     overdue = tuple(hold for hold in live if not hold.overdue and _overdue_in(hold, now) <= 0)
     waits = [_overdue_in(hold, now) for hold in live if not hold.overdue and hold not in overdue]
     waits += [hold.remaining() for hold in live if not hold.lost]
+    # Nobody says when the transaction that is to give a lease back has been rolled back instead.
+    waits += [hold.policy.lock_at_most.total_seconds() / 6 for hold in held if hold.settling]
     if not kept:
         return Plan((), lost, overdue, max(0.0, min([IDLE, *waits])))
     every = min(hold.policy.lock_at_most for hold in kept).total_seconds() / 3
@@ -296,7 +299,7 @@ class Keeper:
                 continue  # a retry has moved the token meanwhile: what was renewed, or not, was another grant
             if token is not None:
                 hold.since = sent
-            elif not hold.ended:
+            elif not (hold.ended or hold.settling):
                 self._lose(hold)
 
     def _recovered(self) -> None:
@@ -347,7 +350,9 @@ class Keeper:
     def _settle_again(self, item: _Unsettled) -> bool:
         grant = item.hold.grant
         [token] = self.store.swap([item.change])
-        if token is None and not settled(self.store.read(Key(grant.lease, grant.job, grant.slot)), grant, item.change):
+        if token is None and not item.hold.recorded(
+            self.store.read(Key(grant.lease, grant.job, grant.slot)), item.change
+        ):
             self.unrecorded(item.hold, item.change)
         else:
             logger.info("Outcome of %s recorded after all: token %s", item.hold.execution_id, grant.token)

@@ -47,6 +47,9 @@ Delivery = Literal["at_most_once", "at_least_once"]
 Overlap = Literal["skip", "queue", "allow", "replace"]
 Reason = Literal["done", "running", "held", "spacing", "lost", "pruned", "early", "queued", "full"]
 
+UNSPACED: Micros = 10_000
+"""A `hold_until` so close to `acquired_at` means no `lock_at_least`: a store may read its clock once for each of them."""
+
 FINAL_STATES: tuple[FinalState, ...] = ("succeeded", "failed", "cancelled", "lost", "superseded")
 
 
@@ -285,7 +288,7 @@ def is_spaced(lease: Lease, now: Micros) -> bool:
 
 def _is_unspaced(lease: Lease | None) -> bool:
     # Granted without `lock_at_least`: then a store's clock that is set back before the grant must not hold up anything.
-    return lease is not None and lease.hold_until == lease.acquired_at
+    return lease is not None and abs(lease.hold_until - lease.acquired_at) < UNSPACED
 
 
 def next_token(last: int, now: Micros) -> int:

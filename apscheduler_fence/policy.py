@@ -6,14 +6,14 @@ import builtins
 import inspect
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from datetime import datetime, timedelta
 from difflib import get_close_matches
 from functools import partial
 from types import UnionType
-from typing import Any, ForwardRef, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, overload
+from typing import Any, ForwardRef, Literal, Protocol, TypeAlias, TypeVar, Union, get_args, get_origin, overload
 
 from apscheduler_fence.errors import ConfigError
 from apscheduler_fence.lease import Delivery, Overlap
@@ -159,6 +159,19 @@ def _exceptions(value: object) -> tuple[type[BaseException], ...]:
     return tuple(classes)
 
 
+class Claimable(Protocol):
+    """A guarded resource, known by one method only, whatever it is that guards it."""
+
+    def claim(self, fence: Any) -> object:
+        """Fence predecessors off, or raise `StaleToken`."""
+
+
+def _resources(value: object) -> tuple[Claimable, ...]:
+    if not isinstance(value, list | tuple) or not all(callable(getattr(each, "claim", None)) for each in value):
+        raise ConfigError(f"resources={value!r}: a list of objects with a method claim(fence) is allowed")
+    return tuple(value)
+
+
 # --- the policy -------------------------------------------------------------------------------------------------------
 
 
@@ -223,6 +236,8 @@ class Policy:
             recorded and runs afterwards, in order. "allow": it runs beside the other. "replace": it takes the lease.
         queue_limit: with "queue", beyond how many waiting slots one is refused.
         on_lost: "cancel" cancels a coroutine whose lease is lost. A function sees it at its next `fence.check()`.
+        resources: guarded resources to claim before the job is entered, so that predecessors are fenced off: a list of
+            objects with a method `claim(fence)`, such as those that a guard's `resource()` gives.
     """
 
     name: str | None = None
@@ -241,6 +256,7 @@ class Policy:
     overlap: Overlap = "skip"
     queue_limit: int = 1000
     on_lost: OnLost = "flag"
+    resources: tuple[Claimable, ...] = ()
 
 
 _PARSERS: dict[str, Callable[[object], Any]] = {
@@ -260,6 +276,7 @@ _PARSERS: dict[str, Callable[[object], Any]] = {
     "overlap": _choice("overlap", get_args(Overlap)),
     "queue_limit": _count("queue_limit", 1, 1_000_000),
     "on_lost": _choice("on_lost", get_args(OnLost)),
+    "resources": _resources,
 }
 
 OPTIONS = tuple(field.name for field in fields(Policy))
@@ -333,6 +350,7 @@ def fenced(
     overlap: Overlap = ...,
     queue_limit: int = ...,
     on_lost: OnLost = ...,
+    resources: Sequence[Claimable] = ...,
 ) -> Callable[[F], F]: ...
 def fenced(function: Callable[..., Any] | None = None, /, **options: Any) -> Any:
     """Say how a job is coordinated. The options are those of `Policy`; those not given are left to the executor.

@@ -48,7 +48,6 @@ from apscheduler_fence.lease import (
     is_mine,
     retry,
     settle,
-    settled,
 )
 from apscheduler_fence.policy import Instant, Policy, elapsed, in_micros, instant, parse_duration
 from apscheduler_fence.slots import Slot, slot_of
@@ -62,6 +61,7 @@ if TYPE_CHECKING:
     from apscheduler.triggers.base import BaseTrigger
 
     from apscheduler_fence.events import FenceEvent
+    from apscheduler_fence.policy import Claimable
     from apscheduler_fence.stores.base import Store, StoreDescription
 
 logger = logging.getLogger(__name__)
@@ -202,12 +202,13 @@ class Sleep:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The job function itself; answered with an `Outcome`, whatever happens."""
+    """Claiming the resources, then the job function itself; answered with an `Outcome`, whatever happens."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     fence: Fence | None
+    resources: tuple[Claimable, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,8 +243,11 @@ def run_slot(run: Run, run_time: datetime, node: Node) -> Flow:
         logger.warning('Run time of job "%s" was missed by %s on this node', run.job_id, late)
         return JobExecutionEvent(EVENT_JOB_MISSED, run.job_id, run.jobstore, run_time)
     if run.policy is None:
-        outcome = yield Call(run.function, run.args, run.kwargs, None)
-        return executed(run, run_time, outcome)
+        try:
+            function, args, kwargs = bind(run.function, run.args, run.kwargs, None)
+        except ConfigError as error:
+            return executed(run, run_time, Outcome(error=error))
+        return executed(run, run_time, (yield Call(function, args, kwargs, None)))
     try:
         if run.slot is not None:
             slot = run.slot
@@ -284,6 +288,7 @@ class _Claim:
         return Hold(
             granted(self.ask, token, attempt), self.slot, run.policy or Policy(), since=since, began=since,
             job_id=run.job_id, jobstore=run.jobstore, clock=self.node.clock,
+            settle_in=getattr(self.node.store, "settle_in", None),
         )  # fmt: skip
 
     def announce_displaced(self) -> None:
@@ -451,7 +456,7 @@ def _attempt(run: Run, hold: Hold) -> Generator[Step, Any, Outcome]:
         function, args, kwargs = bind(run.function, run.args, run.kwargs, fence)
     except Exception as error:  # noqa: BLE001 - whatever is wrong with the arguments is this run's outcome
         return Outcome(error=error)
-    outcome: Outcome = yield Call(function, args, kwargs, fence)
+    outcome: Outcome = yield Call(function, args, kwargs, fence, hold.policy.resources)
     if hold.lost and outcome.cancelled:
         return replace(outcome, error=LeaseLost(fence.execution_id, fence.token))
     return outcome
@@ -460,7 +465,7 @@ def _attempt(run: Run, hold: Hold) -> Generator[Step, Any, Outcome]:
 def _wait_before_retry(hold: Hold, outcome: Outcome) -> float | None:
     """Seconds until the next attempt of a run that ended like this; None if there is to be none."""
     policy, error = hold.policy, outcome.error
-    if error is None or outcome.cancelled or hold.lost or hold.grant.attempt > policy.retries:
+    if error is None or outcome.cancelled or hold.lost or hold.settling or hold.grant.attempt > policy.retries:
         return None
     if isinstance(error, Retry):
         try:
@@ -525,7 +530,7 @@ def _settle(hold: Hold, change: Change, node: Node) -> Generator[Step, Any, None
         token = yield Swap(change)
         if token is None:
             seen = yield Read(Key(grant.lease, grant.job, grant.slot))
-            if not settled(seen, grant, change):
+            if not hold.recorded(seen, change):
                 node.keeper.unrecorded(hold, change)
     except BaseException as error:
         node.keeper.settle_later(hold, change)
@@ -610,6 +615,8 @@ def call(step: Call) -> Outcome:
             value = step.function(*step.args, **step.kwargs)
         else:
             with entered(step.fence):
+                for resource in step.resources:
+                    resource.claim(step.fence)
                 value = step.function(*step.args, **step.kwargs)
     except BaseException as error:  # noqa: BLE001 - as APScheduler: whatever ends a job is that job's outcome
         return outcome_of(error)
@@ -625,6 +632,8 @@ async def call_async(step: Call) -> Outcome:
         if step.fence is None:
             return Outcome(await step.function(*step.args, **step.kwargs))
         with entered(step.fence):
+            for resource in step.resources:
+                await asyncio.to_thread(resource.claim, step.fence)
             return Outcome(await step.function(*step.args, **step.kwargs))
     except BaseException as error:  # noqa: BLE001 - as above
         return outcome_of(error)

@@ -14,11 +14,12 @@ Nothing here reads a clock or a store. A slot's time is a number; its text is fo
 
 from __future__ import annotations
 
+import heapq
 import re
 import unicodedata
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone, tzinfo
-from itertools import islice, pairwise
+from itertools import groupby, islice, pairwise
 from typing import TYPE_CHECKING, TypeVar
 
 from apscheduler.triggers.calendarinterval import CalendarIntervalTrigger
@@ -263,6 +264,53 @@ def _window(us: int, period: int) -> int:
     return (us + tolerance) // period * period
 
 
+# --- the slots of a schedule ------------------------------------------------------------------------------------------
+
+
+def slots_due(
+    job: str,
+    trigger: BaseTrigger,
+    since: int,
+    until: int,
+    *,
+    slot: Callable[[datetime], datetime] | timedelta | None = None,
+) -> Iterator[Slot]:
+    """Yield the slots from `since` on that every node must have come to by `until`, oldest first.
+
+    A slot is left out as long as a run of it may still be ahead: a jittered one until its jitter is over, and an
+    interval's until its window is, since a node may run at any moment of it. An interval's start date is not looked at:
+    whether somebody gave it cannot be told.
+
+    Args:
+        job: the job's name, from `job_name`.
+        trigger: the job's trigger.
+        since: the earliest slot, in µs since the epoch.
+        until: the moment by which runs must have come, in µs since the epoch.
+        slot: the policy's own rule, as in `slot_of`.
+
+    Raises:
+        ConfigError: as `slot_of`.
+    """
+    if isinstance(trigger, IntervalTrigger) and slot is None:
+        yield from _windows_due(job, trigger, since, until)
+        return
+    latest = None
+    for fire in _fires(trigger, since, until - _jitter(trigger)):
+        at = fire if slot is None else _overridden(slot, _moment(fire), fire)
+        if at >= since and at != latest:
+            latest = at
+            yield Slot(job, format_time(at), at, fire)
+
+
+def _windows_due(job: str, trigger: IntervalTrigger, since: int, until: int) -> Iterator[Slot]:
+    period = trigger.interval // MICROSECOND
+    until -= period + _jitter(trigger)
+    if trigger.end_date is not None:
+        until = min(until, _micros(trigger.end_date))
+    for at in range(-(-since // period) * period, until + 1, period):
+        yield Slot(job, format_time(at), at, at)
+
+
 # --- fire times without jitter ----------------------------------------------------------------------------------------
 
 _MOST_STEPS = 100_000
@@ -376,6 +424,37 @@ def _walk(trigger: BaseTrigger, since: int, until: int) -> Iterator[tuple[int, i
         previous = None if isinstance(trigger, CronTrigger) else moment
 
 
+def _fires(trigger: BaseTrigger, since: int, until: int) -> Iterator[int]:
+    """Yield the times in the range at which `trigger` would fire if nothing in it had jitter, oldest first."""
+    if isinstance(trigger, OrTrigger):
+        merged = heapq.merge(*(_fires(each, since, until) for each in trigger.triggers))
+        yield from (fire for fire, _ in groupby(merged))
+    elif isinstance(trigger, AndTrigger):
+        first, *others = trigger.triggers
+        for fire in _fires(first, since, until):
+            if all(_latest_fire(each, fire, fire) == fire for each in others):
+                yield fire
+    elif isinstance(trigger, IntervalTrigger):
+        start, period = _micros(trigger.start_date), trigger.interval // MICROSECOND
+        if trigger.end_date is not None:
+            until = min(until, _micros(trigger.end_date))
+        yield from range(start + max(0, -(-(since - start) // period)) * period, until + 1, period)
+    else:
+        yield from _fires_on_the_clock(_without_jitter(trigger), since, until)
+
+
+def _fires_on_the_clock(trigger: BaseTrigger, since: int, until: int) -> Iterator[int]:
+    begin = since - _LOOKBACK
+    while True:
+        fire, step = begin, 0
+        for fire, step in _walk(trigger, begin, until):  # noqa: B007 - the last step is looked at below
+            if fire >= since:
+                yield fire
+        if step < _MOST_STEPS or fire < begin:
+            return
+        begin = fire + 1
+
+
 def _without_jitter(trigger: _Trigger) -> _Trigger:
     if not getattr(trigger, "jitter", None):
         return trigger
@@ -437,6 +516,17 @@ def trigger_warnings(trigger: BaseTrigger, *, added_at: datetime | None = None) 
             f"{consequence}: use a jitter shorter than that"
         )
     return found
+
+
+def shortest_period(trigger: BaseTrigger, *, since: datetime) -> timedelta | None:
+    """Return the shortest time between two of the next fire times without jitter; None if there are not two.
+
+    Args:
+        trigger: the job's trigger.
+        since: where to begin looking, aware.
+    """
+    gap = _shortest_gap(trigger, since)
+    return None if gap is None else gap * MICROSECOND
 
 
 def _date_warnings(trigger: BaseTrigger, added_at: datetime | None) -> Iterator[str]:

@@ -102,9 +102,14 @@ def fake_fence(
     terms = resolve(parse_options(policy, "fake_fence"))
     lease = terms.lease or job
     grant = Grant(lease, job, slot.name, token, "fake:0:0", attempt)
-    hold = Hold(grant, slot, terms, since=began, began=began, job_id=job, lost=lost)
+    hold = Hold(grant, slot, terms, since=began, began=began, job_id=job, lost=lost, settle_in=_pretend)
     in_utc = scheduled_at.astimezone(timezone.utc)
     return FakeFence(token, slot.execution_id, job, lease, slot.name, in_utc, attempt, hold)
+
+
+def _pretend(_db: object, _change: object, _undone: object) -> bool:
+    """A fake fence's `settle_in` writes nothing: there is no store."""
+    return True
 
 
 # --- a cluster without waiting ----------------------------------------------------------------------------------------

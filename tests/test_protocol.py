@@ -607,6 +607,12 @@ WORLDS = {
 }  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def _time_in_steps_of_one(monkeypatch):
+    """Here a clock is read once, and its unit is not the microsecond."""
+    monkeypatch.setattr(rules, "UNSPACED", 1)
+
+
 @pytest.mark.parametrize("world", WORLDS.values(), ids=WORLDS.keys())
 def test_the_protocol_holds_in_every_order_of_events(world):
     """No slot is entered twice, no two nodes trust one lease, nothing is given up for nothing, or lost and recorded."""

@@ -55,5 +55,9 @@ def moment(seconds=0.0):
     return now.replace(microsecond=now.microsecond // 1000 * 1000)
 
 
-def own_threads():
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("apscheduler-fence")]
+def own_threads(besides=()):
+    return [
+        thread.name
+        for thread in threading.enumerate()
+        if thread.name.startswith("apscheduler-fence") and thread not in besides
+    ]

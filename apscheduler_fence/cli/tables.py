@@ -2,42 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+from typing import TYPE_CHECKING
 
 import click
 
-from apscheduler_fence.errors import FenceError
-from apscheduler_fence.stores import open_store
-from apscheduler_fence.stores.sql import ddl
+from apscheduler_fence.cli.store_options import store_options
+
+if TYPE_CHECKING:
+    from apscheduler_fence.cli.store_options import StoreChoice
 
 
 @click.command()
-@click.option("--store", envvar="APSCHEDULER_FENCE_STORE", required=True, help="The store's URL.")
-@click.option("--table-prefix", default="fence_", show_default=True)
-@click.option("--schema", default=None, help="A schema other than the connection's own.")
+@store_options()
 @click.option("--sql", is_flag=True, help="Print the statements and connect to nothing.")
-def init(store: str, table_prefix: str, schema: str | None, sql: bool) -> None:
+def init(choice: StoreChoice, sql: bool) -> None:
     """Create what the store needs, or print the SQL that does (--sql).
 
     Nodes create their tables on first use by themselves; this is for databases in which they may not. Give their
     executors create_tables=False then.
     """
-    try:
-        if sql:
-            click.echo(ddl(store, prefix=table_prefix, schema=schema))
-            return
-        opened = open_store(store, **_table_options(store, table_prefix, schema))
-        try:
-            for warning in opened.open():
-                click.echo(f"warning: {warning}", err=True)
-        finally:
-            opened.close()
-        click.echo("ready")
-    except FenceError as error:
-        raise click.ClickException(str(error)) from error
+    if sql:
+        from apscheduler_fence.stores.sql import ddl  # noqa: PLC0415 - no other command needs SQLAlchemy for Redis
 
-
-def _table_options(store: str, table_prefix: str, schema: str | None) -> dict[str, Any]:
-    if store.startswith(("redis", "unix", "memory")):
-        return {}
-    return {"table_prefix": table_prefix, "schema": schema}
+        given = {} if choice.table_prefix is None else {"prefix": choice.table_prefix}
+        click.echo(ddl(choice.url, schema=choice.schema, **given))
+        return
+    with contextlib.closing(choice.open()) as store:
+        for warning in store.open():
+            click.echo(f"warning: {warning}", err=True)
+    click.echo("ready")

@@ -19,7 +19,8 @@ from apscheduler_fence import EVENT_JOB_REFUSED, EVENT_LEASE_LOST, Fence, fenced
 
 
 def say(**message: object) -> None:
-    print(json.dumps(message), flush=True)  # noqa: T201 - standard output is the channel
+    sys.stdout.write(f"{json.dumps(message)}\n")  # in one piece: print() would let threads mix their lines
+    sys.stdout.flush()
 
 
 @fenced(lock_at_most="10s")

@@ -247,6 +247,30 @@ def test_a_coroutine_function_on_a_thread_pool_is_an_error_and_claims_nothing(st
     assert "executed" not in caplog.text
 
 
+def test_an_unfenced_job_is_called_with_its_own_arguments(start):
+    """A parameter that only a fence could fill keeps its default, wherever it stands."""
+
+    @fenced
+    def job(first, fence=None, second=None):
+        return first, fence, second
+
+    node = start(policies={"plain": None})
+    node.scheduler.add_job(job, "date", id="plain", args=[1, 2], misfire_grace_time=None)
+    assert node.heard.one(EVENT_JOB_EXECUTED).retval == (1, None, 2)
+
+
+def test_an_unfenced_job_that_needs_a_fence_is_an_error_event(start):
+    """Nothing else is passed in its place."""
+
+    @fenced
+    def job(first, fence, second):
+        return first, fence, second
+
+    node = start(policies={"plain": None})
+    node.scheduler.add_job(job, "date", id="plain", args=[1, 2], misfire_grace_time=None)
+    assert "runs unfenced" in str(node.heard.one(EVENT_JOB_ERROR).exception)
+
+
 def test_an_unfenced_job_runs_on_every_node(start, rows):
     """`@unfenced`, and None in `policies`, take a job out of the cluster: no claim, no record."""
     nodes, entered, at = [start(policies={"by id": None}), start(policies={"by id": "none"})], [], moment()

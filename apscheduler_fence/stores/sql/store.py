@@ -17,6 +17,7 @@ from sqlalchemy.exc import DBAPIError, IntegrityError
 
 from apscheduler_fence.errors import ConfigError
 from apscheduler_fence.stores.base import StoreDescription, masked
+from apscheduler_fence.stores.sql.callers import connection_of, on_rollback
 from apscheduler_fence.stores.sql.engines import (
     is_mismatch,
     is_transient,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 
     from apscheduler_fence.lease import Change, Execution, Key, LeaseMove, Seen
     from apscheduler_fence.stores.base import Executions, HeldLeases
+    from apscheduler_fence.stores.sql.callers import Database
     from apscheduler_fence.stores.sql.statements import Parameters
 
 logger = logging.getLogger("apscheduler_fence.stores")
@@ -273,6 +275,29 @@ class SqlStore:
             if not self._count(connection, self._statements.move_row(number, row), parameters):
                 raise _Mismatch
         return token
+
+    def settle_in(self, db: Database, change: Change, undone: Callable[[], None]) -> bool:
+        """Apply a change of rows that exist in a transaction of the caller's, and say whether it matched.
+
+        If it did not, that transaction has been rolled back. `undone` is called when it is rolled back later.
+
+        Raises:
+            FenceError: there is no transaction here.
+            ConfigError: the transaction is not one of this store's database.
+        """
+        connection = connection_of(db)
+        on_rollback(connection, undone)
+        try:
+            self._apply(connection, change)
+        except _Mismatch:
+            db.rollback()
+            return False
+        except DBAPIError as error:
+            if is_transient(error) or error.connection_invalidated:
+                raise
+            db.rollback()
+            raise ConfigError(f"this transaction is not in the store's database: {error.orig}") from error
+        return True
 
     def _seed(self, connection: Connection, name: str) -> None:
         with contextlib.suppress(IntegrityError):
