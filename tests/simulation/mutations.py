@@ -65,6 +65,7 @@ MUTATIONS = (
     Mutation("an abandoned run is ended without a move of its lease", lease._break, '"free"', '"none"'),
     Mutation("any final state passes for the one that was sent", lease.settled,
              "row.holder == grant.holder and row.state == move_state(move)", "row.state in FINAL_STATES", ("network", "pause")),
+    Mutation("a run is given up with attempts left", lease.after_failure, "row.attempt < row.max_attempts:", "False:"),
     # The runner.
     Mutation("a node decides by its own clock", runner._try_claim,
              "claim(seen, ask)", "claim(replace(seen, now=int(node.clock().wall * 1e6)), ask)"),
@@ -74,14 +75,15 @@ MUTATIONS = (
     Mutation("trust is counted from the reply", runner._try_claim,
              "begun.attempt, attempt.sent)", "begun.attempt, node.clock())"),
     Mutation("trust is counted from the read-back", runner._try_claim,
-             "seen.execution.attempt, attempt.unanswered)", "seen.execution.attempt, node.clock())"),
+             "seen.execution.attempt, attempt.first_sent)", "seen.execution.attempt, node.clock())"),
     Mutation("a run that was displaced without an answer is not announced", runner._try_claim,
              "attempt.announce_displaced()\n        return attempt.hold(seen", "return attempt.hold(seen"),
-    Mutation("a job is entered although its lease ran out on the way", runner._run_held, "if fence.lost:", "if False:", ("network", "pause")),
+    Mutation("a job is entered although its lease ran out on the way", runner._run_held, "if hold.remaining() <= 0:", "if False:", ("network", "pause")),
     Mutation("a store that does not answer is waited for without end", runner._claim,
              "if elapsed(started, node.clock()) >= node.terms.store_patience:", "if False:", ("outage",)),
     Mutation("a settle without an answer is not repeated", runner._settle,
              "node.keeper.settle_later(hold, change)", "node.keeper.drop(hold)"),
+    Mutation("a retry keeps its nonce", runner._regrant, "node.nonce(), hold.grant", "hold.grant.holder, hold.grant"),
     # Trust and the keeper.
     Mutation("trust has no margin", policy.trusted_for, "seconds - max(0.002, 0.005 * seconds)", "seconds"),
     Mutation("a suspended machine trusts on", policy.elapsed,
@@ -92,6 +94,7 @@ MUTATIONS = (
              "if not self._nudged and", "if", ()),
     Mutation("every sweeper announces the loss", _Keeper._sweep,
              "if token is not None and change.displaced is not None:", "if change.displaced is not None:", ("crash", "pause")),
+    Mutation("nobody takes what waits", _Keeper._sweep, "self._next_in_line()", "[]"),
     Mutation("nobody sweeps", _Keeper._sweep, "list(self.store.held_leases(HeldLeases(expired=True, limit=SWEEP_LIMIT)))",
              "[]", ("crash",)),
 )  # fmt: skip
