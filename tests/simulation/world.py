@@ -261,7 +261,8 @@ class Wake:
     def wait(self, timeout):
         task = self.world.current
         self.waiting = task, task.ticket
-        self.world.at(self.world.now + timeout, task.resume, task.ticket)
+        # Time passes while a thread goes to sleep, if only a microsecond: less can be lost in rounding.
+        self.world.at(self.world.now + max(timeout, 1e-6), task.resume, task.ticket)
         task.wait()
         self.waiting = None
 
