@@ -61,8 +61,8 @@ def servers(*wanted: str, durable: bool = True) -> Iterator[dict[str, Any]]:
     from servers import MariaDB, PostgreSQL, Redis  # noqa: PLC0415 - found by the line above
 
     kinds = {
-        "postgresql": lambda: PostgreSQL(durable=durable),
-        "mariadb": lambda: MariaDB(durable=durable),
+        "postgresql": lambda: PostgreSQL(durable=durable, options={"max_connections": "300"}),
+        "mariadb": lambda: MariaDB(durable=durable, options={"max-connections": "300"}),
         "redis": lambda: Redis(aof=durable),
     }
     available = {"postgresql": PostgreSQL, "mariadb": MariaDB, "redis": Redis}
