@@ -161,6 +161,7 @@ class FencedExecutor(BaseExecutor):  # type: ignore[misc]
         self._inner: BaseExecutor | None = None
         self._in_children = False
         self._on_loop = False
+        self._closing = False
         self._stopped = False
         self._tickets = itertools.count(1)
         self._pool: concurrent.futures.ThreadPoolExecutor | None = None
@@ -186,6 +187,7 @@ class FencedExecutor(BaseExecutor):  # type: ignore[misc]
         self._in_children = _is_process_pool(self._inner)
         if self._in_children:
             self._store.describe()  # refuses now what could not be opened in a child
+        self._closing = False
         self._stopped = False
         self._hop, self._on_loop = _hop_for(scheduler)
         self._pool = concurrent.futures.ThreadPoolExecutor(STORE_THREADS, f"apscheduler-fence-store-{alias}")
@@ -224,6 +226,7 @@ class FencedExecutor(BaseExecutor):  # type: ignore[misc]
 
     def shutdown(self, wait: bool = True) -> None:
         """Stop the inner executor. Leases of runs that go on stay held and renewed until these have really ended."""
+        self._closing = True
         if self._inner is not None:
             self._inner.shutdown(wait)
         if self._scheduler is not None:
@@ -413,7 +416,7 @@ class FencedExecutor(BaseExecutor):  # type: ignore[misc]
 
     def _take_over(self, run: Run, max_instances: int) -> None:
         under_way = any(each.run.slot == run.slot for each in list(self._submitted.values()))
-        if not self._stopped and not under_way:
+        if not self._closing and not under_way:
             self._submit(run, max_instances)
 
     def run_now(self, job: Job) -> str:

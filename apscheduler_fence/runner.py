@@ -43,6 +43,7 @@ from apscheduler_fence.lease import (
     Key,
     Refusal,
     Seen,
+    broken,
     claim,
     granted,
     is_mine,
@@ -270,8 +271,8 @@ class _Claim:
     """A claim under way.
 
     `sent` is the moment of the last swap, `first_sent` that of the first, from which trust counts if the nonce turns up
-    in the row: whatever the answers said, one of them was applied. `displaced` is the run that the last swap ended if it
-    was applied.
+    in the row: whatever the answers said, one of them was applied. `ending` is the last swap that ends a run of another
+    holder, while it is not known whether it was applied.
     """
 
     run: Run
@@ -280,7 +281,7 @@ class _Claim:
     node: Node
     sent: Instant | None = None
     first_sent: Instant | None = None
-    displaced: Execution | None = None
+    ending: Change | None = None
     displaced_holder: str | None = None
 
     def hold(self, token: int, attempt: int, since: Instant) -> Hold:
@@ -292,9 +293,9 @@ class _Claim:
         )  # fmt: skip
 
     def announce_displaced(self) -> None:
-        if self.displaced is not None:
-            self.node.keeper.announce(self.displaced, self.displaced_holder)
-            self.displaced = None
+        ending, self.ending = self.ending, None
+        if ending is not None and ending.displaced is not None:
+            self.node.keeper.announce(ending.displaced, self.displaced_holder)
 
 
 def _claim(run: Run, slot: Slot, node: Node) -> Generator[Step, Any, Hold | Refusal]:
@@ -332,6 +333,8 @@ def _try_claim(attempt: _Claim) -> Generator[Step, Any, Hold | Refusal | None]:
     if attempt.first_sent is not None and is_mine(seen, ask.nonce) and seen.lease and seen.execution:
         attempt.announce_displaced()
         return attempt.hold(seen.lease.token, seen.execution.attempt, attempt.first_sent)
+    if attempt.ending is not None:
+        yield from _read_back_ending(attempt)
     decision = claim(seen, ask)
     if isinstance(decision, Refusal):
         _complain_of_clock(decision, attempt.slot, seen)
@@ -340,7 +343,7 @@ def _try_claim(attempt: _Claim) -> Generator[Step, Any, Hold | Refusal | None]:
         node.warn_of_namesake(attempt.run, seen.lease.func)
     if decision.enqueues and (yield from _is_full(attempt)):
         return Refusal("full", seen.lease.holder if seen.lease is not None else None)
-    attempt.displaced = decision.displaced
+    attempt.ending = decision if decision.displaced is not None else None
     attempt.displaced_holder = seen.lease.holder if seen.lease is not None else None
     attempt.sent = node.clock()
     attempt.first_sent = attempt.first_sent or attempt.sent
@@ -354,6 +357,17 @@ def _try_claim(attempt: _Claim) -> Generator[Step, Any, Hold | Refusal | None]:
         return None
     begun = decision.executions[-1]
     return attempt.hold(token, begun.row.attempt if isinstance(begun, Insert) else begun.attempt, attempt.sent)
+
+
+def _read_back_ending(attempt: _Claim) -> Generator[Step, Any, None]:
+    """A swap that would have ended another's run did not make this claim the holder, but may have been applied."""
+    ending = attempt.ending
+    lost = ending.displaced if ending is not None else None
+    if ending is not None and lost is not None:
+        seen: Seen = yield Read(Key(lost.lease, lost.job, lost.slot))
+        if broken(seen, ending):
+            attempt.announce_displaced()
+    attempt.ending = None
 
 
 def _is_full(attempt: _Claim) -> Generator[Step, Any, bool]:

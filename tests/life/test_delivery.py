@@ -14,6 +14,7 @@ from claims import HOUR
 from dead import leave
 from loops import node_on, shut_down, until
 from servers import Node
+from trouble import TroubledStore
 from waiting import eventually, never
 from watched import moment
 
@@ -252,6 +253,18 @@ def test_a_node_that_comes_up_late_does_not_give_up_what_it_has_not_been_told_of
     now[0] += 1800
     keeper.step()
     assert [row.state for row in shared.executions(Executions())] == ["lost"]
+
+
+def test_giving_up_an_execution_is_announced_though_the_answer_was_lost(start, url, store, rows):
+    """The next sweep reads back that it was this node's doing."""
+    troubled = TroubledStore(open_store(url))
+    leave(store, moment(), job="gone", lasts=1000)
+    node = start(troubled, orphan_after="1s", lock_at_most="0.2s", **SWEEP)
+    eventually(lambda: rows()[0].state == "waiting")
+    time.sleep(0.3)
+    troubled.losing["swap"] = 1
+    node.heard.one(EVENT_JOB_LOST)
+    assert rows()[0].state == "lost"
 
 
 # --- an operator ------------------------------------------------------------------------------------------------------
