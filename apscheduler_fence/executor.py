@@ -16,7 +16,6 @@ import os
 import threading
 import time
 import uuid
-import weakref
 from asyncio import CancelledError
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -48,6 +47,7 @@ from apscheduler_fence.runner import (
     Terms,
     awaits,
     failed,
+    forget_after_fork,
     never_awaited,
     run_here,
     run_in_child,
@@ -132,6 +132,10 @@ class FencedExecutor(BaseExecutor):  # type: ignore[misc]
         self._namespace = validate_name(namespace, "namespace") if namespace else ""
         self._inner_choice = inner
         self._policies = _read_policies(policies)
+        if "name" in options:
+            raise ConfigError(
+                "name is one job's: give it in @fenced or policies, or all jobs would suppress each other"
+            )
         self._defaults = parse_options({name: options.pop(name) for name in OPTIONS if name in options}, "executor")
         self._store_timeout = duration_option("timeout", timedelta(milliseconds=10))(options.get("timeout", 2.0))
         self._store: Store = open_store(
@@ -166,7 +170,7 @@ class FencedExecutor(BaseExecutor):  # type: ignore[misc]
         self._tickets = itertools.count(1)
         self._pool: concurrent.futures.ThreadPoolExecutor | None = None
         self._forget_runs()
-        _forget_after_fork(self)
+        forget_after_fork(self)
 
     def _forget_runs(self) -> None:
         self._submitted: dict[str, _Submission] = {}
@@ -189,6 +193,7 @@ class FencedExecutor(BaseExecutor):  # type: ignore[misc]
             self._store.describe()  # refuses now what could not be opened in a child
         self._closing = False
         self._stopped = False
+        self._node.stopping.clear()
         self._hop, self._on_loop = _hop_for(scheduler)
         self._pool = concurrent.futures.ThreadPoolExecutor(STORE_THREADS, f"apscheduler-fence-store-{alias}")
         self._inner.start(_Upwards(self, scheduler), alias)
@@ -227,6 +232,7 @@ class FencedExecutor(BaseExecutor):  # type: ignore[misc]
     def shutdown(self, wait: bool = True) -> None:
         """Stop the inner executor. Leases of runs that go on stay held and renewed until these have really ended."""
         self._closing = True
+        self._node.stopping.set()
         if self._inner is not None:
             self._inner.shutdown(wait)
         if self._scheduler is not None:
@@ -379,6 +385,12 @@ class FencedExecutor(BaseExecutor):  # type: ignore[misc]
     def _remember(self, run: Run, max_instances: int) -> None:
         """Keep how to run a job after its job store has forgotten it, as it does with a `date` job at once."""
         if run.policy is not None:
+            other = self._known.get(run.job)
+            if other is not None and (other.run.jobstore, other.run.job_id) != (run.jobstore, run.job_id):
+                logger.error(
+                    'Jobs "%s" and "%s" have the same name in the cluster, %r, and suppress each other: give each its own',
+                    other.run.job_id, run.job_id, run.job,
+                )  # fmt: skip
             self._known[run.job] = _Known(run, max_instances)
             self._known.move_to_end(run.job)
             if len(self._known) > REMEMBERED:
@@ -731,19 +743,6 @@ def _count(value: object, option: str) -> int:
     if count < 1:
         raise ConfigError(f"{option}={value!r} is not a whole number of at least 1")
     return count
-
-
-def _forget_after_fork(executor: FencedExecutor) -> None:
-    if not hasattr(os, "register_at_fork"):
-        return
-    known = weakref.ref(executor)
-
-    def forget() -> None:
-        alive = known()
-        if alive is not None:
-            alive.forget()
-
-    os.register_at_fork(after_in_child=forget)
 
 
 def _is_process_pool(inner: BaseExecutor) -> bool:
