@@ -176,6 +176,7 @@ class FencedExecutor(BaseExecutor):  # type: ignore[misc]
         self._submitted: dict[str, _Submission] = {}
         self._known: collections.OrderedDict[str, _Known] = collections.OrderedDict()
         self._running: collections.Counter[tuple[str, str]] = collections.Counter()
+        self._put_off: collections.defaultdict[tuple[str, str], set[str]] = collections.defaultdict(set)
         self._hop: Hop = _Courier()
 
     # --- life ---------------------------------------------------------------------------------------------------------
@@ -286,6 +287,8 @@ class FencedExecutor(BaseExecutor):  # type: ignore[misc]
         limited = not run.by_hand and (run.policy is None or run.policy.overlap == "skip" or run.slot is not None)
         with self._lock:
             if limited and self._running[key] >= max_instances:
+                if run.slot is not None:
+                    self._put_off[key].add(run.lease)
                 return False
             self._running[key] += 1
             ticket = f"{run.job_id}#{next(self._tickets)}"
@@ -507,10 +510,13 @@ class FencedExecutor(BaseExecutor):  # type: ignore[misc]
             return
         for event in events:
             self._scheduler._dispatch_event(event)
+        # Not earlier: with its ticket, this run would stand in the way of the next by `max_instances`.
+        freed = self._put_off.pop((run.jobstore, run.job_id), set())
         queued = run.policy is not None and run.policy.overlap == "queue"
         if queued and any(event.code != EVENT_JOB_REFUSED for event in events):
-            # Not earlier: with its ticket, this run would stand in the way of the next by `max_instances`.
-            self._node.keeper.look_behind(run.lease)
+            freed.add(run.lease)
+        for lease in freed:
+            self._node.keeper.look_behind(lease)
         self._rest_when_idle()
 
     def _hear(self, event: FenceEvent) -> None:

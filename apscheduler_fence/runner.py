@@ -333,12 +333,11 @@ def _try_claim(attempt: _Claim) -> Generator[Step, Any, Hold | Refusal | None]:
     ask, node = attempt.ask, attempt.node
     if not node.prepared:
         yield Work(node.prepare)
-    seen: Seen = yield Read(ask.key)
-    if attempt.first_sent is not None and is_mine(seen, ask.nonce) and seen.lease and seen.execution:
-        attempt.announce_displaced()
-        return attempt.hold(seen.lease.token, seen.execution.attempt, attempt.first_sent)
     if attempt.ending is not None:
         yield from _read_back_ending(attempt)
+    seen: Seen = yield Read(ask.key)
+    if attempt.first_sent is not None and is_mine(seen, ask.nonce) and seen.lease and seen.execution:
+        return attempt.hold(seen.lease.token, seen.execution.attempt, attempt.first_sent)
     decision = claim(seen, ask)
     if isinstance(decision, Refusal):
         _complain_of_clock(decision, attempt.slot, seen)
@@ -364,7 +363,7 @@ def _try_claim(attempt: _Claim) -> Generator[Step, Any, Hold | Refusal | None]:
 
 
 def _read_back_ending(attempt: _Claim) -> Generator[Step, Any, None]:
-    """A swap that would have ended another's run did not make this claim the holder, but may have been applied."""
+    """Whether a swap that ends another's run was applied: its answer was lost, or it matched nothing the second time."""
     ending = attempt.ending
     lost = ending.displaced if ending is not None else None
     if ending is not None and lost is not None:

@@ -183,13 +183,14 @@ def test_a_take_over_respects_max_instances(start, store):
         if fence.attempt == 1:
             go_on.wait(10)
 
-    node, left, at = start(**SWEEP), moment(-10), moment()
+    node, left, at = start(sweep="2s"), moment(-10), moment()
     node.run(job, at=at, max_instances=1)
     eventually(lambda: order)
     leave(store, left, lease=f"job/{left:%Y-%m-%dT%H:%M:%S}", lasts=1000)
-    never(lambda: len(order) > 1, during=0.6)
+    eventually(lambda: node.executor._put_off)
+    never(lambda: len(order) > 1, during=0.2)
     go_on.set()
-    eventually(lambda: order == [1, 2])
+    eventually(lambda: order == [1, 2], within=1)  # with the end of that run, not with the next sweep
 
 
 def test_a_take_over_runs_the_job_as_it_was_modified(start, store):

@@ -192,7 +192,8 @@ def test_a_queue_is_drained_promptly_in_a_process_pool(start, tmp_path):
     slots = times(4)
     for at in slots:
         submit(node, life_jobs.takes_a_moment, at, args=[str(log)])
-    eventually(lambda: log.exists() and log.read_text().split() == [slot(at) for at in slots], within=40)
+    # In which order two children claim the first two is their affair.
+    eventually(lambda: log.exists() and sorted(log.read_text().split()) == [slot(at) for at in slots], within=40)
 
 
 def test_a_slot_beyond_the_queue_limit_is_refused_and_not_recorded(pair, rows):
