@@ -3,8 +3,10 @@
 import contextlib
 import json
 import signal
+import sys
 import time
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 from servers import Node
@@ -104,6 +106,7 @@ class Cluster:
         """
         self.next(what="entered")
         self.stop()
+        sys.stdout.write(f"{self.summary()}\n")  # pytest -rP shows it
         entered = self.said(what="entered")
         slots = Counter(message["run"] for message in entered if message["attempt"] == 1)
         again = {run: times for run, times in slots.items() if times > 1}
@@ -124,6 +127,16 @@ class Cluster:
         told = {message["slot"] for message in self.said(what="event") if not _is_refused(message, ANSWERS - TOLD)}
         due = set(range(min(ran), max(ran), PERIOD))
         assert due <= ran | told, sorted(due - ran - told)
+
+    def summary(self) -> str:
+        """What was seen, in one line."""
+        entered = self.said(what="entered")
+        runs = Counter((message["run"], message["attempt"]) for message in entered)
+        silence = max(later["at"] - earlier["at"] for earlier, later in pairwise(entered))
+        return (
+            f"{len(runs)} runs, {len(entered) - len(runs)} repeated, {len(self.lost())} lost and announced, "
+            f"{len(self.leases_lost())} leases lost; at most {silence:.1f} s from one run to the next"
+        )
 
     def states(self) -> dict[str, str]:
         """What the store has recorded of each execution."""

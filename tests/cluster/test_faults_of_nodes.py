@@ -1,5 +1,7 @@
 """What nodes suffer: a kill, a long pause, a wrong clock."""
 
+import sys
+
 import pytest
 from faults import Cluster
 from servers.process import faketime_library
@@ -76,6 +78,7 @@ def test_a_slow_clock_comes_to_what_is_done_and_a_fast_one_is_told_so(store_url)
         eventually(lambda: [each for each in cluster.said(slow, **done) if each["slot"] >= first], within=30)
         cluster.serve(right)
         cluster.stop()
+        sys.stdout.write(f"{cluster.summary()}\n")
         assert cluster.said(fast, what="entered") == []
         assert not _ran(cluster, slow) & _ran(cluster, right)
         assert {message["error"] for message in cluster.said(right, what="event")} <= {"None"}
