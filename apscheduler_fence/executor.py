@@ -19,18 +19,26 @@ import uuid
 import weakref
 from asyncio import CancelledError
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from apscheduler.events import EVENT_JOB_ADDED, EVENT_JOB_ERROR, EVENT_JOB_EXECUTED, JobEvent, JobExecutionEvent
+from apscheduler.events import (
+    EVENT_JOB_ADDED,
+    EVENT_JOB_ERROR,
+    EVENT_JOB_EXECUTED,
+    EVENT_JOB_MODIFIED,
+    JobEvent,
+    JobExecutionEvent,
+)
 from apscheduler.executors.base import BaseExecutor, MaxInstancesReachedError
 from apscheduler.jobstores.base import JobLookupError
 from apscheduler.jobstores.memory import MemoryJobStore
 
 from apscheduler_fence.errors import ConfigError
-from apscheduler_fence.events import in_time
+from apscheduler_fence.events import EVENT_JOB_REFUSED, in_time
 from apscheduler_fence.keeper import Settings
 from apscheduler_fence.policy import OPTIONS, Policy, duration_option, label_of, parse_options, resolve
 from apscheduler_fence.runner import (
@@ -153,6 +161,7 @@ class FencedExecutor(BaseExecutor):  # type: ignore[misc]
         self._inner: BaseExecutor | None = None
         self._in_children = False
         self._on_loop = False
+        self._closing = False
         self._stopped = False
         self._tickets = itertools.count(1)
         self._pool: concurrent.futures.ThreadPoolExecutor | None = None
@@ -178,6 +187,7 @@ class FencedExecutor(BaseExecutor):  # type: ignore[misc]
         self._in_children = _is_process_pool(self._inner)
         if self._in_children:
             self._store.describe()  # refuses now what could not be opened in a child
+        self._closing = False
         self._stopped = False
         self._hop, self._on_loop = _hop_for(scheduler)
         self._pool = concurrent.futures.ThreadPoolExecutor(STORE_THREADS, f"apscheduler-fence-store-{alias}")
@@ -185,6 +195,7 @@ class FencedExecutor(BaseExecutor):  # type: ignore[misc]
         self._inner._logger = logging.getLogger(SILENCED)
         self._inner._run_job_error = self._inner_failed  # its own would only log
         scheduler.add_listener(self._job_added, EVENT_JOB_ADDED)
+        scheduler.add_listener(self._job_modified, EVENT_JOB_MODIFIED)
         self._node.keeper.start(alias)
 
     def _build_inner(self, scheduler: BaseScheduler) -> BaseExecutor:
@@ -215,10 +226,12 @@ class FencedExecutor(BaseExecutor):  # type: ignore[misc]
 
     def shutdown(self, wait: bool = True) -> None:
         """Stop the inner executor. Leases of runs that go on stay held and renewed until these have really ended."""
+        self._closing = True
         if self._inner is not None:
             self._inner.shutdown(wait)
         if self._scheduler is not None:
             self._scheduler.remove_listener(self._job_added)
+            self._scheduler.remove_listener(self._job_modified)
         self._stopped = True
         if self._rest_when_idle() and wait and not self._on_loop:
             self._node.keeper.join(self._terms.store_patience)
@@ -264,7 +277,7 @@ class FencedExecutor(BaseExecutor):  # type: ignore[misc]
         assert self._inner is not None  # noqa: S101
         key = (run.jobstore, run.job_id)
         # What happens while an earlier slot still runs is for the overlap policy to say, here as on other nodes.
-        limited = run.policy is None or run.policy.overlap == "skip" or run.slot is not None
+        limited = not run.by_hand and (run.policy is None or run.policy.overlap == "skip" or run.slot is not None)
         with self._lock:
             if limited and self._running[key] >= max_instances:
                 return False
@@ -403,7 +416,7 @@ class FencedExecutor(BaseExecutor):  # type: ignore[misc]
 
     def _take_over(self, run: Run, max_instances: int) -> None:
         under_way = any(each.run.slot == run.slot for each in list(self._submitted.values()))
-        if not self._stopped and not under_way:
+        if not self._closing and not under_way:
             self._submit(run, max_instances)
 
     def run_now(self, job: Job) -> str:
@@ -413,9 +426,11 @@ class FencedExecutor(BaseExecutor):  # type: ignore[misc]
             The execution's ID, `job/manual/<id>`.
 
         Raises:
-            ConfigError: the job cannot be told apart in the cluster.
+            ConfigError: the job cannot be told apart in the cluster, or is not fenced.
         """
         run = self._run_of(job, ())
+        if run.policy is None:
+            raise ConfigError(f"job {job.id!r} is unfenced: it has no executions, and can be called directly")
         now = time.time_ns() // 1000
         slot = manual_slot(run.job, uuid.uuid4().hex, now)
         run = replace(run, slot=slot, by_hand=True, run_times=(in_time(now),), misfire_grace_time=None)
@@ -475,10 +490,15 @@ class FencedExecutor(BaseExecutor):  # type: ignore[misc]
             self._deliver(ticket, [failed(run, at, error) for at in run.run_times])
 
     def _deliver(self, ticket: str, events: Sequence[Event]) -> None:
-        if self._take_ticket(ticket) is None:
+        run = self._take_ticket(ticket)
+        if run is None:
             return
         for event in events:
             self._scheduler._dispatch_event(event)
+        queued = run.policy is not None and run.policy.overlap == "queue"
+        if queued and any(event.code != EVENT_JOB_REFUSED for event in events):
+            # Not earlier: with its ticket, this run would stand in the way of the next by `max_instances`.
+            self._node.keeper.look_behind(run.lease)
         self._rest_when_idle()
 
     def _hear(self, event: FenceEvent) -> None:
@@ -488,17 +508,28 @@ class FencedExecutor(BaseExecutor):  # type: ignore[misc]
 
     # --- what can be said when a job is added -------------------------------------------------------------------------
 
-    def _job_added(self, event: JobEvent) -> None:
+    def _own_job(self, event: JobEvent) -> Job | None:
         try:
-            job = self._scheduler._lookup_job(event.job_id, event.jobstore)[0]
+            job: Job = self._scheduler._lookup_job(event.job_id, event.jobstore)[0]
         except JobLookupError:
-            return
-        if self._scheduler._executors.get(job.executor) is not self:
-            return
-        policy = self._policy_of(job)
-        if policy is None:
-            return
+            return None
+        if self._scheduler._executors.get(job.executor) is not self or self._policy_of(job) is None:
+            return None
         job._jobstore_alias = event.jobstore
+        return job
+
+    def _job_modified(self, event: JobEvent) -> None:
+        """A take-over must not run the job as it was."""
+        job = self._own_job(event)
+        if job is not None:
+            with suppress(ConfigError):  # which the next submission will say
+                self._remember(self._run_of(job, ()), job.max_instances)
+
+    def _job_added(self, event: JobEvent) -> None:
+        job = self._own_job(event)
+        policy = self._policy_of(job) if job is not None else None
+        if job is None or policy is None:
+            return
         try:
             self._remember(self._run_of(job, ()), job.max_instances)
         except ConfigError as error:
@@ -530,7 +561,7 @@ def run_now(scheduler: BaseScheduler, job_id: str, jobstore: str | None = None) 
 
     Raises:
         JobLookupError: there is no such job.
-        ConfigError: its executor is not a fenced one.
+        ConfigError: its executor is not a fenced one, or the job is unfenced.
     """
     job, alias = scheduler._lookup_job(job_id, jobstore)
     executor = scheduler._executors.get(job.executor)

@@ -152,6 +152,8 @@ class Keeper:
         self._swept: Instant | None = None
         self._pruned: Instant | None = None
         self._unannounced: list[tuple[Change, str]] = []
+        self._freed: set[str] = set()
+        self._unknown: dict[tuple[str, str, int], Instant] = {}
 
     def start(self, name: str) -> None:
         """Start the thread. It does its first I/O by itself."""
@@ -204,10 +206,10 @@ class Keeper:
                 self._nudged = True
             self._wake.notify_all()
 
-    def sweep_soon(self) -> None:
-        """Look at once for what waits: a lease has just become free."""
+    def look_behind(self, lease: str) -> None:
+        """Have the execution that waits longest for this lease run, if there is one: the lease has just become free."""
         with self._wake:
-            self._swept = None
+            self._freed.add(lease)
             self._nudged = True
             self._wake.notify_all()
 
@@ -278,6 +280,7 @@ class Keeper:
             self._guarded(partial(self._renew, todo.renew), None)
         waits = [todo.wait, self._settle(now)]
         if self._stopping is None and self.settings.housekeeping:
+            self._guarded(self._call_up, None)
             waits.append(self._housekeeping(now))
         return max(0.0, min(waits))
 
@@ -403,19 +406,28 @@ class Keeper:
             if seen.lease is None or seen.lease.holder in mine:
                 continue
             change = abandon(seen, self.nonce(), keep_for=in_micros(self.settings.retention))
-            if change is None:
-                continue
-            pending = (change, seen.lease.holder or "")
-            self._unannounced.append(pending)
-            [token] = self.store.swap([change])
-            self._unannounced.remove(pending)
-            if token is not None and change.displaced is not None:
-                self.announce(change.displaced, seen.lease.holder)
-        for row in self._next_in_line():
-            if not self.recover(row):
-                self._give_up(row)
+            if change is not None:
+                self._end(change, seen.lease.holder or "")
+        strangers = [row for row in self._next_in_line() if not self.recover(row)]
+        for row in self._long_unknown(strangers):
+            self._give_up(row)
         self._recovered()
         return len(found)
+
+    def _end(self, change: Change, holder: str) -> None:
+        """End what others left, and say so; if the answer is lost, the next sweep reads back whether there is anything to say."""
+        self._unannounced.append((change, holder))
+        [token] = self.store.swap([change])
+        self._unannounced.remove((change, holder))
+        if token is not None and change.displaced is not None:
+            self.announce(change.displaced, holder)
+
+    def _call_up(self) -> None:
+        with self._wake:
+            freed, self._freed = self._freed, set()
+        for lease in freed:
+            for row in self.store.executions(Executions(lease=lease, states=("waiting",), limit=1, oldest_first=True)):
+                self.recover(row)
 
     def _next_in_line(self) -> list[Execution]:
         """The oldest waiting execution of each lease that nobody holds."""
@@ -427,14 +439,22 @@ class Keeper:
         held = {seen.lease.name for seen in self.store.held_leases(HeldLeases()) if seen.lease is not None}
         return [row for lease, row in first.items() if lease not in held]
 
+    def _long_unknown(self, strangers: Iterable[Execution]) -> list[Execution]:
+        """Those that have waited here, too, for so long: a node that comes up late may not have been told its jobs yet."""
+        now, known = self.clock(), self._unknown
+        by_attempt = {(row.job, row.slot, row.attempt): row for row in strangers}
+        self._unknown = {attempt: known.get(attempt, now) for attempt in by_attempt}
+        limit = self.settings.orphan_after.total_seconds()
+        return [row for attempt, row in by_attempt.items() if elapsed(self._unknown[attempt], now) >= limit]
+
     def _give_up(self, row: Execution) -> None:
         seen = self.store.read(Key(row.lease, row.job, row.slot))
         change = orphan(
             seen, self.nonce(), orphan_after=in_micros(self.settings.orphan_after),
             keep_for=in_micros(self.settings.retention),
         )  # fmt: skip
-        if change is not None and self.store.swap([change])[0] is not None and change.displaced is not None:
-            self.announce(change.displaced, row.holder)
+        if change is not None:
+            self._end(change, row.holder or "")
 
     def announce(self, row: Execution, holder: str | None) -> None:
         """Say what became of a run that was ended from outside, and whose it was.

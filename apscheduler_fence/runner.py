@@ -38,10 +38,12 @@ from apscheduler_fence.lease import (
     Change,
     Execution,
     FinalState,
+    Grant,
     Insert,
     Key,
     Refusal,
     Seen,
+    broken,
     claim,
     granted,
     is_mine,
@@ -269,8 +271,8 @@ class _Claim:
     """A claim under way.
 
     `sent` is the moment of the last swap, `first_sent` that of the first, from which trust counts if the nonce turns up
-    in the row: whatever the answers said, one of them was applied. `displaced` is the run that the last swap ended if it
-    was applied.
+    in the row: whatever the answers said, one of them was applied. `ending` is the last swap that ends a run of another
+    holder, while it is not known whether it was applied.
     """
 
     run: Run
@@ -279,7 +281,7 @@ class _Claim:
     node: Node
     sent: Instant | None = None
     first_sent: Instant | None = None
-    displaced: Execution | None = None
+    ending: Change | None = None
     displaced_holder: str | None = None
 
     def hold(self, token: int, attempt: int, since: Instant) -> Hold:
@@ -291,9 +293,9 @@ class _Claim:
         )  # fmt: skip
 
     def announce_displaced(self) -> None:
-        if self.displaced is not None:
-            self.node.keeper.announce(self.displaced, self.displaced_holder)
-            self.displaced = None
+        ending, self.ending = self.ending, None
+        if ending is not None and ending.displaced is not None:
+            self.node.keeper.announce(ending.displaced, self.displaced_holder)
 
 
 def _claim(run: Run, slot: Slot, node: Node) -> Generator[Step, Any, Hold | Refusal]:
@@ -331,6 +333,8 @@ def _try_claim(attempt: _Claim) -> Generator[Step, Any, Hold | Refusal | None]:
     if attempt.first_sent is not None and is_mine(seen, ask.nonce) and seen.lease and seen.execution:
         attempt.announce_displaced()
         return attempt.hold(seen.lease.token, seen.execution.attempt, attempt.first_sent)
+    if attempt.ending is not None:
+        yield from _read_back_ending(attempt)
     decision = claim(seen, ask)
     if isinstance(decision, Refusal):
         _complain_of_clock(decision, attempt.slot, seen)
@@ -339,7 +343,7 @@ def _try_claim(attempt: _Claim) -> Generator[Step, Any, Hold | Refusal | None]:
         node.warn_of_namesake(attempt.run, seen.lease.func)
     if decision.enqueues and (yield from _is_full(attempt)):
         return Refusal("full", seen.lease.holder if seen.lease is not None else None)
-    attempt.displaced = decision.displaced
+    attempt.ending = decision if decision.displaced is not None else None
     attempt.displaced_holder = seen.lease.holder if seen.lease is not None else None
     attempt.sent = node.clock()
     attempt.first_sent = attempt.first_sent or attempt.sent
@@ -355,6 +359,17 @@ def _try_claim(attempt: _Claim) -> Generator[Step, Any, Hold | Refusal | None]:
     return attempt.hold(token, begun.row.attempt if isinstance(begun, Insert) else begun.attempt, attempt.sent)
 
 
+def _read_back_ending(attempt: _Claim) -> Generator[Step, Any, None]:
+    """A swap that would have ended another's run did not make this claim the holder, but may have been applied."""
+    ending = attempt.ending
+    lost = ending.displaced if ending is not None else None
+    if ending is not None and lost is not None:
+        seen: Seen = yield Read(Key(lost.lease, lost.job, lost.slot))
+        if broken(seen, ending):
+            attempt.announce_displaced()
+    attempt.ending = None
+
+
 def _is_full(attempt: _Claim) -> Generator[Step, Any, bool]:
     limit = (attempt.run.policy or Policy()).queue_limit
     query = Executions(lease=attempt.ask.lease, states=("waiting",), limit=limit)
@@ -364,7 +379,7 @@ def _is_full(attempt: _Claim) -> Generator[Step, Any, bool]:
 
 def _ask(run: Run, slot: Slot, node: Node) -> Ask:
     policy = run.policy or Policy()
-    own_lease = policy.overlap == "allow" and run.slot is None
+    own_lease = policy.overlap == "allow" and (run.slot is None or run.by_hand)
     return Ask(
         lease=f"{run.lease}/{slot.name}" if own_lease else run.lease,
         job=slot.job,
@@ -428,18 +443,16 @@ def _run_held(run: Run, run_time: datetime, hold: Hold, node: Node) -> Flow:
         )  # fmt: skip
         try:
             yield Sleep(wait)
-        except asyncio.CancelledError as cancelled:
-            outcome = Outcome(error=cancelled)
-            break
+            if not (yield from _regrant(hold, outcome, node)):
+                break
+        except asyncio.CancelledError:
+            yield from _settle(hold, settle(hold.grant, "cancelled", describe_error(outcome)), node)
+            return ended(run, run_time, outcome)
         except GeneratorExit:
             node.keeper.settle_later(hold, settle(hold.grant, "cancelled", describe_error(outcome)))
             raise
-        if not (yield from _regrant(hold, outcome, node)):
-            break
     state: FinalState = "succeeded" if outcome.error is None else "cancelled" if outcome.cancelled else "failed"
     yield from _settle(hold, settle(hold.grant, state, describe_error(outcome)), node)
-    if hold.policy.overlap == "queue":
-        node.keeper.sweep_soon()
     return executed(run, run_time, outcome)
 
 
@@ -469,8 +482,11 @@ def _wait_before_retry(hold: Hold, outcome: Outcome) -> float | None:
     if error is None or outcome.cancelled or hold.lost or hold.settling or hold.grant.attempt > policy.retries:
         return None
     if isinstance(error, Retry):
-        if error.after is not None:
-            return max(0.0, parse_duration(error.after, "Retry(after=)").total_seconds())
+        try:
+            if error.after is not None:
+                return max(0.0, parse_duration(error.after, "Retry(after=)").total_seconds())
+        except ConfigError as wrong:  # an attempt was asked for: that much is clear
+            logger.error("Run of %s: %s; it waits as retry_delay says", hold.execution_id, wrong)
     elif not isinstance(error, policy.retry_on):
         return None
     return policy.retry_delay.wait(hold.grant.attempt, random.random())  # noqa: S311
@@ -492,16 +508,33 @@ def _regrant(hold: Hold, outcome: Outcome, node: Node) -> Generator[Step, Any, b
             except StoreError as error:
                 failures += 1
                 logger.warning("The next attempt of %s waits for the store: %s", hold.execution_id, error)
-                yield Sleep(min(0.1 * 2**failures, 2.0) * random.uniform(0.5, 1))  # noqa: S311
+                try:
+                    yield Sleep(min(0.1 * 2**failures, 2.0) * random.uniform(0.5, 1))  # noqa: S311
+                except asyncio.CancelledError:
+                    yield from _find_regrant(hold, nonce)
+                    raise
                 continue
             if token is None:
                 return False
-            hold.grant = replace(grant, token=token, holder=nonce, attempt=grant.attempt + 1)
+            hold.grant = _next_grant(grant, token, nonce)
             hold.since = started
             return hold.remaining() > 0
         return False
     finally:
         hold.regranting = False
+
+
+def _next_grant(grant: Grant, token: int, nonce: str) -> Grant:
+    return replace(grant, token=token, holder=nonce, attempt=grant.attempt + 1)
+
+
+def _find_regrant(hold: Hold, nonce: str) -> Generator[Step, Any, None]:
+    """No more answers are waited for: what must be settled is the grant that the row shows, if it can be read."""
+    grant = hold.grant
+    with suppress(StoreError):
+        seen: Seen = yield Read(Key(grant.lease, grant.job, grant.slot))
+        if seen.lease is not None and is_mine(seen, nonce):
+            hold.grant = _next_grant(grant, seen.lease.token, nonce)
 
 
 def _settle(hold: Hold, change: Change, node: Node) -> Generator[Step, Any, None]:
@@ -761,10 +794,23 @@ async def _call_cancellable(step: Call) -> Outcome:
     task = asyncio.current_task()
     if hold is None or task is None:
         return await call_async(step)
-    hold.cancel = partial(asyncio.get_running_loop().call_soon_threadsafe, task.cancel)
-    outcome = await call_async(step)
-    hold.cancel = None
-    if outcome.cancelled and hold.lost and hasattr(task, "uncancel"):
+    loop, calling, asked = asyncio.get_running_loop(), True, False
+
+    def cancel() -> None:
+        nonlocal asked
+        if calling:
+            asked = task.cancel()
+
+    def cancel_from_thread() -> None:
+        with suppress(RuntimeError):  # the loop has been closed, and whatever ran on it has ended
+            loop.call_soon_threadsafe(cancel)
+
+    hold.cancel = cancel_from_thread
+    try:
+        outcome = await call_async(step)
+    finally:
+        hold.cancel, calling = None, False  # what was asked for too late must not hit what follows
+    if asked and hasattr(task, "uncancel"):
         task.uncancel()  # it was not the task that somebody wanted to end
     return outcome
 

@@ -9,11 +9,10 @@ takes an older write after a newer one, and nothing gets lost without an event.
 from collections import Counter
 from dataclasses import dataclass
 
+from apscheduler_fence.errors import StaleToken
 from apscheduler_fence.events import EVENT_JOB_LOST, EVENT_LEASE_LOST
 from apscheduler_fence.lease import FINAL_STATES, Insert, is_live
 from apscheduler_fence.policy import elapsed, trusted_for
-
-RUN_STATES = ("succeeded", "failed", "cancelled")
 
 
 class Violation(AssertionError):  # noqa: N818 - it is no mistake of the caller
@@ -41,15 +40,22 @@ class Granted:
     entered: bool = False
     returned: str | None = None
     """The state in which its call ended."""
+    replaced: bool = False
+    """A newer slot took its lease, which its holder learns at its next renewal."""
+    operations: int = 0
+    """How many effects its call has had, or found there already."""
 
 
 class Truth:
     """Stands before the memory store, applies what arrives, and watches."""
 
-    def __init__(self, store):
+    def __init__(self, store, oldest):
         self.store = store
+        self.oldest = oldest
+        """How far back a slot lies at least that counts as pruned although no lease remembers it, in µs."""
         self.grants = {}
         self.by_holder = {}
+        self.newest = {}
         self.attempts = set()
         self.largest = Counter()
         self.entries = Counter()
@@ -59,7 +65,7 @@ class Truth:
         self.leases_lost = set()
         self.highest = {}
         self.newest_written = Counter()
-        self.accepted = Counter()
+        self.effects = set()
         self.refused_writes = 0
         self.forgot = 0
         self.set_back = False
@@ -74,6 +80,9 @@ class Truth:
 
     def held_leases(self, query):
         return list(self.store.held_leases(query))
+
+    def executions(self, query):
+        return list(self.store.executions(query))
 
     def swap(self, change, process):
         leases, rows, now = self.store._leases, self.store._executions, self.store._clock()
@@ -91,7 +100,7 @@ class Truth:
             must((lease.token, lease.holder) == (move.token, move.holder), "I3: a stale holder changed", lease, change)
         for key, row in was.items():
             self._moved(key, row, rows[key], process)
-        if move.write == "extend":
+        if move.write in ("extend", "regrant"):
             must(is_live(lease, now), "a lease that was over was renewed", lease)
         if change.grants:
             self._granted(lease, leases[name], change.executions[-1], now, process)
@@ -103,26 +112,36 @@ class Truth:
             must(before.state not in FINAL_STATES, "I3: a final execution moved", before, after)
         self.states[key] = after.state
         if after.state == "lost":
+            exhausted = after.delivery == "at_most_once" or after.attempt >= after.max_attempts
+            must(exhausted, "lost with attempts left", after)
             self.lost_by[after.id, after.token] = process
+        if after.state == "superseded":
+            self.by_holder[before.holder, before.token].replaced = True
 
     def _granted(self, before, after, move, now, process):
         attempt = move.row.attempt if isinstance(move, Insert) else move.attempt
-        key = _key(move)
-        must(not is_live(before, now), "I1: a lease was granted over a live holder", before, after)
-        too_soon = before is not None and before.acquired_at < before.hold_until and now < before.hold_until
-        must(not too_soon, "granted within lock_at_least", before, after)
+        key, row = _key(move), self.store._executions[_key(move)]
+        if after.holder != row.holder or (before is not None and before.holder == after.holder):
+            must(False, "granted to nobody new", before, after, row)
+        regranted = before is not None and (before.job, before.slot) == key and is_live(before, now)
+        replaces = before is not None and self.states.get((before.job, before.slot)) == "superseded"
+        must(regranted or replaces or not is_live(before, now), "I1: granted over a live holder", before, after)
+        if attempt == 1 and not replaces:
+            too_soon = before is not None and before.acquired_at < before.hold_until and now < before.hold_until
+            must(not too_soon, "granted within lock_at_least", before, after)
         must((*key, attempt) not in self.attempts, "I1: granted twice", key, "attempt", attempt)
-        must(attempt == 1, "at most once: another attempt", key, attempt)
+        may_repeat = row.delivery == "at_least_once" or regranted
+        must(attempt == 1 or may_repeat, "at most once: another attempt", key, attempt)
+        must(attempt <= row.max_attempts, "more attempts than allowed", row)
         must(0 < after.token < 2**53, "I2: token out of range", after)
         if not (self.forgot and self.set_back):
             must(after.token > self.largest[after.name], "I2: tokens must grow", self.largest[after.name], after)
         self.largest[after.name] = max(after.token, self.largest[after.name])
         self.attempts.add((*key, attempt))
-        row = self.store._executions[key]
         grant = Granted(
             len(self.grants) + 1, after.name, row.id, key, after.token, after.holder, attempt, process
         )  # fmt: skip
-        self.grants[after.name, grant.order] = self.by_holder[after.holder, after.token] = grant
+        self.grants[grant.order] = self.by_holder[after.holder, after.token] = self.newest[key] = grant
 
     def _running_iff_held(self, lease, held_before):
         rows = self.store._executions
@@ -167,12 +186,12 @@ class Truth:
             if process.dead or process.machine.paused:
                 continue
             for hold in process.node.keeper._holds:
-                if hold.lost or hold.ended:
+                if hold.lost or hold.ended or hold.regranting:
                     continue
                 left = trusted_for(hold.policy.lock_at_most) - elapsed(hold.since, hold.clock())
                 left /= process.machine.rate
                 grant = self.by_holder.get((hold.grant.holder, hold.grant.token))
-                if left <= 0 or (grant is not None and grant.order <= self.disturbed):
+                if left <= 0 or (grant is not None and (grant.replaced or grant.order <= self.disturbed)):
                     continue
                 now = self.store._clock() if now is None else now
                 lease = self.store._leases.get(hold.grant.lease)
@@ -188,29 +207,32 @@ class Truth:
         must(not grant.entered, "one grant was entered twice", grant)
         must(hold.remaining() > 0, "I5: entered without trust", grant)
         grant.entered = True
-        self.entries[grant.key] += 1
-        must(self.entries[grant.key] <= 1 + self.forgot, "at most once: a slot was entered twice", grant)
+        self.entries[grant.key, grant.attempt] += 1
+        must(self.entries[grant.key, grant.attempt] <= 1 + self.forgot, "a slot was entered twice", grant)
         if grant.order > self.disturbed:
             row = self.store._executions.get(grant.key)
-            must(row is not None and row.token == fence.token, "I4: entered without a record", fence, row)
+            mine = row is not None and (row.token == fence.token or grant.replaced)
+            must(mine, "I4: entered without a record", fence, row)
         return grant
 
     def write(self, grant, fence, operation):
-        """An effect at a guarded resource that keeps operation ids; whether it was accepted."""
+        """An effect at a guarded resource that keeps operation ids.
+
+        Raises:
+            StaleToken: the guard has seen a newer grant.
+        """
         highest, execution = self.highest.get(fence.lease, (0, ""))
         if fence.token < highest or (fence.token == highest and execution != fence.execution_id):
             self.refused_writes += 1
-            return False
+            raise StaleToken(fence.lease, fence.token, highest)
         self.highest[fence.lease] = fence.token, fence.execution_id
         if not (self.forgot and self.set_back):
             must(grant.order >= self.newest_written[fence.lease], "the guard let an older grant write", grant)
         self.newest_written[fence.lease] = grant.order
         effect = fence.execution_id, operation
-        if effect in self.accepted:
-            must(self.forgot, "at most once: an effect was repeated", effect)
-            return False
-        self.accepted[effect] += 1
-        return True
+        must(effect not in self.effects or grant.attempt > 1 or self.forgot, "an effect was tried twice", effect)
+        self.effects.add(effect)
+        grant.operations += 1
 
     def heard(self, event):
         """A node told its listeners."""
@@ -222,7 +244,7 @@ class Truth:
         if event.code == EVENT_LEASE_LOST:
             self.leases_lost.add(key)
 
-    def refused(self, reason, seen, slot_at):
+    def refused(self, reason, seen, key, slot_at):
         """A node refused a slot: what it had read must say the same."""
         self.refusals[reason] += 1
         row, lease, now = seen.execution, seen.lease, seen.now
@@ -232,8 +254,10 @@ class Truth:
             "running": row is not None and row.state == "running",
             "held": is_live(lease, now),
             "spacing": lease is not None and lease.acquired_at < lease.hold_until and now < lease.hold_until,
-            "pruned": lease is not None and row is None and slot_at <= lease.pruned_through,
+            "pruned": row is None and slot_at <= max(now - self.oldest, lease.pruned_through if lease else 0),
             "early": slot_at > now,
+            "queued": key in self.states,
+            "full": seen.waiting is not None,
         }[reason]
         must(true, "refused on something that was not read", reason, seen)
 
@@ -257,10 +281,19 @@ class Truth:
         process = grant.process
         if grant.order > self.disturbed:
             must(state in FINAL_STATES, "an execution never ended", grant, state)
-        if grant.returned is None or process.dead or process.gave_up or told:
+        if self.forgot and grant.order <= self.disturbed:
             return
-        if grant.order > self.disturbed or not self.forgot:
-            must(state == grant.returned, "an outcome vanished", grant, "recorded as", state)
+        if state == "succeeded" and self.newest[grant.key] is grant:
+            must(grant.operations == effects_of(grant.execution), "succeeded without all its effects", grant)
+        retried = self.newest[grant.key] is not grant
+        if grant.returned is None or process.dead or process.gave_up or told or retried:
+            return
+        must(state == grant.returned, "an outcome vanished", grant, "recorded as", state)
+
+
+def effects_of(execution):
+    """How many effects a complete run of an execution has: the same for each attempt."""
+    return 1 + sum(execution.encode()) % 2
 
 
 def _key(move):

@@ -7,7 +7,7 @@ import itertools
 import logging
 import random
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta, timezone
 from functools import partial
 
@@ -17,13 +17,14 @@ from apscheduler.triggers.interval import IntervalTrigger
 from greenlet import getcurrent, greenlet
 
 from apscheduler_fence import keeper, runner
-from apscheduler_fence.errors import LeaseLost, StoreError
+from apscheduler_fence.errors import LeaseLost, StaleToken, StoreError
 from apscheduler_fence.events import EVENT_JOB_REFUSED
-from apscheduler_fence.policy import Instant, Policy
+from apscheduler_fence.policy import Instant, Policy, in_micros
+from apscheduler_fence.slots import Slot
 from apscheduler_fence.stores.memory import MemoryStore
 
 from .trace import brief
-from .truth import Truth, must
+from .truth import Truth, effects_of, must
 
 EPOCH = 1_800_000_000.0
 TIMEOUT = 2.0
@@ -84,7 +85,8 @@ class Process:
         self.armed = itertools.count(1)
         self.arming = {}
         self.next = {}
-        self.node = VirtualNode(Wire(self), world.terms, self.emit, machine.clock)
+        self.recovering = set()
+        self.node = VirtualNode(Wire(self), world.terms, self.emit, machine.clock, self.recover)
         self.node.keeper._wake = Wake(world)
         self.node.keeper._ensure_thread = self._ensure_keeper
         self._ensure_keeper()
@@ -144,27 +146,44 @@ class Process:
         if self.machine.clock().wall >= self._run_time(job):
             run_time = datetime.fromtimestamp(self._run_time(job), timezone.utc)
             self.next[job.name] += 1
-            Task(self, f"{job.name}@{run_time:%H:%M:%S.%f}", partial(self._run, job, run_time))
+            Task(self, f"{job.name}@{run_time:%H:%M:%S.%f}", partial(self._run, job, run_time, job.grace))
         self.arm(job)
 
-    def _run(self, job, run_time):
+    def recover(self, row):
+        """As the executor does: have a waiting execution run here."""
+        slot = Slot(row.job, row.slot, row.slot_at, row.scheduled_at)
+        if slot not in self.recovering and not self.stopping:
+            self.recovering.add(slot)
+            [job] = (job for job in self.world.jobs if job.name == row.job)
+            Task(self, f"{row.id} again", partial(self._run_again, job, slot, row.lease))
+        return True
+
+    def _run_again(self, job, slot, lease):
+        try:
+            self._run(replace(job, lease=lease), runner.in_time(slot.scheduled_at), None, slot)
+        finally:
+            self.recovering.discard(slot)
+
+    def _run(self, job, run_time, grace, slot=None):
         world, task = self.world, self.world.current
         run = runner.Run(
-            job.name, "default", job.name, job.lease, _job, (), {}, job.trigger, (run_time,), job.policy, job.grace
+            job.name, "default", job.name, job.lease, _job, (), {}, job.trigger, (run_time,), job.policy, grace,
+            slot=slot,
         )  # fmt: skip
         task.began = world.now
         event = world.drive(runner.run_slot(run, run_time, self.node), task, job)
+        if task.grant is None:
+            task.decided()
+        if event is None:
+            return
         world.note(self, "end", event)
+        slot = slot or runner.slot_of(job.name, job.trigger, run_time)
         if event.code == EVENT_JOB_REFUSED:
-            slot = runner.slot_of(job.name, job.trigger, run_time)
-            world.truth.refused(event.reason, task.seen, slot.at)
+            world.truth.refused(event.reason, task.seen, (slot.job, slot.name), slot.at)
             world.explained[slot.execution_id].append(event.reason)
         elif event.code in (EVENT_JOB_ERROR, EVENT_JOB_MISSED) and task.grant is None:
             world.errors += event.code == EVENT_JOB_ERROR
-            slot = runner.slot_of(job.name, job.trigger, run_time)
             world.explained[slot.execution_id].append("error")
-        if task.grant is None:
-            task.decided()
 
 
 def _job(fence):
@@ -221,7 +240,7 @@ class Task:
         """I7: a store that does not answer is given up in time, unless the whole machine stood still."""
         world = self.process.world
         if not world.stood_still:
-            took, most = world.now - self.began, PATIENCE + 3 * TIMEOUT + 3.0 if world.faults else 1.5
+            took, most = world.now - self.began, PATIENCE + 3 * TIMEOUT + 3.0 if world.faults else world.prompt
             must(took <= most, "I7: waited too long for the store", took, self.name)
 
 
@@ -278,6 +297,9 @@ class Wire:
 
     def held_leases(self, query):
         return iter(self._call("held_leases", query, partial(self.process.world.truth.held_leases, query)))
+
+    def executions(self, query):
+        return iter(self._call("executions", query, partial(self.process.world.truth.executions, query)))
 
     def prune(self, limit):
         return self._call("prune", "", partial(self.process.world.truth.prune, limit))
@@ -350,8 +372,9 @@ class World:
         self.stood_still = bool({"pause", "suspend"} & {*self.faults})
         self.slow = draw.choice((0.001, 0.01, 0.1))
         self.slots = draw.choice((20, 40, 60))
-        self.truth = Truth(MemoryStore(clock=self.store_clock))
         self._draw_terms(draw)
+        oldest = self.terms.retention + self.terms.max_early
+        self.truth = Truth(MemoryStore(clock=self.store_clock), in_micros(oldest))
         self.machines = [self._machine(index) for index in range(draw.choice((2, 2, 3, 4)))]
         self._draw_jobs(draw)
         self.processes = []
@@ -390,6 +413,14 @@ class World:
                 if self.faults
                 else None,
             )
+            if draw.random() < 0.6:
+                policy = replace(
+                    policy,
+                    delivery=draw.choice(("at_most_once", "at_least_once", "at_least_once")),
+                    retries=draw.choice((0, 0, 2)),
+                    overlap=draw.choice(("skip", "skip", "queue", "allow", "replace")),
+                    queue_limit=draw.choice((2, 1000)),
+                )
             name = f"job{number}"
             self.jobs.append(
                 Job(
@@ -399,6 +430,8 @@ class World:
                     phase=[period * draw.random() if interval else 0.0 for _ in self.machines],
                 )
             )  # fmt: skip
+        # In a calm world nobody waits but where slots get in line, which takes some more swaps.
+        self.prompt = 1.5 if all(job.policy.overlap == "skip" for job in self.jobs) else 5.0
         self.longest = draw.choice((0.2 * period, 0.2 * period, 3 * self.lock_at_most if self.faults else 0.9 * period))
 
     # --- time ---------------------------------------------------------------------------------------------------------
@@ -445,21 +478,23 @@ class World:
 
     def _play(self, fence, task, job):
         draw = self.random
-        task.decided()
+        if task.grant is None:
+            task.decided()
         grant = task.grant = self.truth.entered(fence, fence._hold)
         self.note(task.process, "enters", fence)
         outcome = runner.Outcome()
-        effects = draw.choice((1, 2))
+        effects = effects_of(fence.execution_id)
         duration = draw.random() * self.longest
         for operation in range(effects):
-            if job.careful and fence.lost:
-                outcome = runner.Outcome(error=LeaseLost(fence.execution_id, fence.token))
-                break
             task.sleep(duration / effects)
-            accepted = self.truth.write(grant, fence, operation)
-            self.note(
-                task.process, "writes", f"{fence.execution_id} {operation} {'accepted' if accepted else 'refused'}"
-            )
+            try:
+                if job.careful:
+                    fence.check()
+                self.truth.write(grant, fence, operation)
+            except (LeaseLost, StaleToken) as error:
+                outcome = runner.Outcome(error=error)
+                break
+            self.note(task.process, "writes", f"{fence.execution_id} {operation}")
         else:
             outcome = draw.choice((*[outcome] * 8, runner.Outcome(error=OSError("a job that fails")),
                                    runner.Outcome(error=asyncio.CancelledError())))  # fmt: skip
@@ -562,7 +597,7 @@ class World:
 
     def _calm_down(self):
         """Faults end; what is left over must settle by itself, and every process must be able to stop."""
-        rest = 5 * self.lock_at_most + 2 * PATIENCE + 60.0
+        rest = 12 * self.lock_at_most + 2 * PATIENCE + 100.0
         self._advance(self.end + rest)
         self.quiet, self.down, self.faults_over = True, False, True
         if not any(not process.dead and not process.stopping for process in self.processes):
@@ -589,10 +624,11 @@ class World:
 
     def _check_calm(self, granted):
         truth = self.truth
-        must(not truth.lost_by and not truth.leases_lost, "something got lost in a calm world", truth.lost_by)
+        if all(job.policy.overlap != "replace" for job in self.jobs):
+            must(not truth.lost_by and not truth.leases_lost, "something got lost in a calm world", truth.lost_by)
         must(not self.errors, "an error in a calm world")
         for execution, reasons in self.explained.items():
-            excused = {"held", "spacing", "pruned", "error"} & {*reasons}
+            excused = {"held", "spacing", "pruned", "error", "full"} & {*reasons}
             must(execution in granted or excused, "nobody ran a slot in a calm world", execution, reasons)
 
 

@@ -746,11 +746,13 @@ PLANS = {
     "old": ("fence_execution_prune", "AND (keep_until <= $0)"),
     "history": ("fence_execution_history",),
     "recent": ("fence_execution_recent",),
+    "waiting": ("fence_execution_waiting",),
+    "next": ("fence_execution_waiting", "Index Cond"),
 }
 
 
 def test_every_read_of_postgresql_uses_an_index(database, make):
-    """None of the five kinds of read scans a table of many rows."""
+    """None of the kinds of read scans a table of many rows."""
     store = make(database, "ns")
     store.open()
     with store._engine.connect() as connection:
@@ -772,6 +774,8 @@ def test_every_read_of_postgresql_uses_an_index(database, make):
             "old": (made.old(), {"ns": "ns", "limit": 1000}),
             "history": made.page(Executions(job="j7"), "ns", **page),
             "recent": made.page(Executions(), "ns", **page),
+            "waiting": made.page(Executions(states=("waiting",), oldest_first=True), "ns", **page),
+            "next": made.page(Executions(lease="j7", states=("waiting",), oldest_first=True), "ns", **page),
         }
         for name, (statement, parameters) in statements.items():
             compiled = statement.compile(connection.engine)
