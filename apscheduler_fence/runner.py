@@ -495,7 +495,9 @@ def _attempt(run: Run, hold: Hold) -> Generator[Step, Any, Outcome]:
 def _wait_before_retry(hold: Hold, outcome: Outcome, retries: int) -> float | None:
     """Seconds until the next attempt of a run that ended like this after so many retries here; None if there is none."""
     policy, error = hold.policy, outcome.error
-    if error is None or outcome.cancelled or hold.lost or hold.settling or retries >= policy.retries:
+    if error is None or outcome.cancelled or hold.lost or hold.settling:
+        return None
+    if retries >= policy.retries or hold.grant.attempt >= hold.grant.max_attempts:
         return None
     if isinstance(error, Retry):
         try:
