@@ -33,7 +33,7 @@ def test_twelve_processes_run_each_slot_of_each_job_exactly_once(store_url, tmp_
         ]
         for node in nodes:
             node.receive(timeout=60, ready=True)
-        begin = int(time.time()) + 4
+        begin = int(time.time()) + 6
         _write_at_once(tmp_path / "go", json.dumps([begin, SLOTS]))
         for node in nodes:
             assert node.wait(timeout=SLOTS + 40) == 0, node.stderr
