@@ -138,7 +138,8 @@ class Sufferer:
             left = [node for node in self.cluster.nodes if node.running]
             assert len(left) == len(self.cluster.nodes) - self.replaced, "a node ended by itself"
             self.cluster.serve(*left)
-            self.cluster.judge()
+            sys.stdout.write(f"{self.name}: ")
+            self.cluster.judge()  # writes what was seen
             states = self.cluster.states()
             open_runs = [run for run, state in states.items() if state in ("running", "waiting")]
             silent = {run for run, state in states.items() if state == "lost"} - self.cluster.lost()
@@ -154,8 +155,7 @@ class Sufferer:
         ):
             broken.append("memory or threads grew")
         sys.stdout.write(
-            f"{self.name}: {self.cluster.summary()}; {self.replaced} nodes replaced\n"
-            f"  faults: {dict(self.faults.most_common())}\n"
+            f"  faults: {dict(self.faults.most_common())}; {self.replaced} nodes replaced\n"
             f"  node left alone: {before:.1f} -> {after:.1f} MiB, {threads_before:.0f} -> {threads_after:.0f} threads "
             "(medians of second and last quarter)\n"
         )
