@@ -18,7 +18,7 @@ from apscheduler_fence.stores.base import Executions
 SCRIPT = Path(__file__).with_name("scheduler_node.py")
 JOBS = ("cron", "interval")
 KINDS = ["background"] * 8 + ["asyncio"] * 4
-SLOTS = int(os.environ.get("FENCE_CLUSTER_SLOTS", "8"))
+SLOTS = int(os.environ.get("FENCE_CLUSTER_SLOTS", "6"))
 """Slots of each job. 60 is the full experiment."""
 
 
