@@ -59,8 +59,8 @@ class JobRefusedEvent(FenceEvent):
 
     Attributes:
         reason: `done` or `running` elsewhere, `held` by another slot, `spacing` (within `lock_at_least`), `lost`,
-            `pruned` (older than the records kept), `early` (ahead of the store's clock). With `overlap="queue"`,
-            `queued`: the slot is recorded and will run; `full`: so many wait already that it is not.
+            `pruned` (older than the records kept). With `overlap="queue"`, `queued`: the slot is recorded and will run;
+            `full`: so many wait already that it is not.
         until: how long the reason lasts at most (aware, UTC, store time), where there is a limit.
     """
 

@@ -16,7 +16,6 @@ import os
 import threading
 import time
 import uuid
-import weakref
 from asyncio import CancelledError
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -48,6 +47,7 @@ from apscheduler_fence.runner import (
     Terms,
     awaits,
     failed,
+    forget_after_fork,
     never_awaited,
     run_here,
     run_in_child,
@@ -132,6 +132,10 @@ class FencedExecutor(BaseExecutor):  # type: ignore[misc]
         self._namespace = validate_name(namespace, "namespace") if namespace else ""
         self._inner_choice = inner
         self._policies = _read_policies(policies)
+        if "name" in options:
+            raise ConfigError(
+                "name is one job's: give it in @fenced or policies, or all jobs would suppress each other"
+            )
         self._defaults = parse_options({name: options.pop(name) for name in OPTIONS if name in options}, "executor")
         self._store_timeout = duration_option("timeout", timedelta(milliseconds=10))(options.get("timeout", 2.0))
         self._store: Store = open_store(
@@ -161,16 +165,18 @@ class FencedExecutor(BaseExecutor):  # type: ignore[misc]
         self._inner: BaseExecutor | None = None
         self._in_children = False
         self._on_loop = False
+        self._closing = False
         self._stopped = False
         self._tickets = itertools.count(1)
         self._pool: concurrent.futures.ThreadPoolExecutor | None = None
         self._forget_runs()
-        _forget_after_fork(self)
+        forget_after_fork(self)
 
     def _forget_runs(self) -> None:
         self._submitted: dict[str, _Submission] = {}
         self._known: collections.OrderedDict[str, _Known] = collections.OrderedDict()
         self._running: collections.Counter[tuple[str, str]] = collections.Counter()
+        self._put_off: collections.defaultdict[tuple[str, str], set[str]] = collections.defaultdict(set)
         self._hop: Hop = _Courier()
 
     # --- life ---------------------------------------------------------------------------------------------------------
@@ -186,7 +192,9 @@ class FencedExecutor(BaseExecutor):  # type: ignore[misc]
         self._in_children = _is_process_pool(self._inner)
         if self._in_children:
             self._store.describe()  # refuses now what could not be opened in a child
+        self._closing = False
         self._stopped = False
+        self._node.stopping.clear()
         self._hop, self._on_loop = _hop_for(scheduler)
         self._pool = concurrent.futures.ThreadPoolExecutor(STORE_THREADS, f"apscheduler-fence-store-{alias}")
         self._inner.start(_Upwards(self, scheduler), alias)
@@ -224,6 +232,8 @@ class FencedExecutor(BaseExecutor):  # type: ignore[misc]
 
     def shutdown(self, wait: bool = True) -> None:
         """Stop the inner executor. Leases of runs that go on stay held and renewed until these have really ended."""
+        self._closing = True
+        self._node.stopping.set()
         if self._inner is not None:
             self._inner.shutdown(wait)
         if self._scheduler is not None:
@@ -277,6 +287,8 @@ class FencedExecutor(BaseExecutor):  # type: ignore[misc]
         limited = not run.by_hand and (run.policy is None or run.policy.overlap == "skip" or run.slot is not None)
         with self._lock:
             if limited and self._running[key] >= max_instances:
+                if run.slot is not None:
+                    self._put_off[key].add(run.lease)
                 return False
             self._running[key] += 1
             ticket = f"{run.job_id}#{next(self._tickets)}"
@@ -376,6 +388,12 @@ class FencedExecutor(BaseExecutor):  # type: ignore[misc]
     def _remember(self, run: Run, max_instances: int) -> None:
         """Keep how to run a job after its job store has forgotten it, as it does with a `date` job at once."""
         if run.policy is not None:
+            other = self._known.get(run.job)
+            if other is not None and (other.run.jobstore, other.run.job_id) != (run.jobstore, run.job_id):
+                logger.error(
+                    'Jobs "%s" and "%s" have the same name in the cluster, %r, and suppress each other: give each its own',
+                    other.run.job_id, run.job_id, run.job,
+                )  # fmt: skip
             self._known[run.job] = _Known(run, max_instances)
             self._known.move_to_end(run.job)
             if len(self._known) > REMEMBERED:
@@ -413,7 +431,7 @@ class FencedExecutor(BaseExecutor):  # type: ignore[misc]
 
     def _take_over(self, run: Run, max_instances: int) -> None:
         under_way = any(each.run.slot == run.slot for each in list(self._submitted.values()))
-        if not self._stopped and not under_way:
+        if not self._closing and not under_way:
             self._submit(run, max_instances)
 
     def run_now(self, job: Job) -> str:
@@ -492,10 +510,13 @@ class FencedExecutor(BaseExecutor):  # type: ignore[misc]
             return
         for event in events:
             self._scheduler._dispatch_event(event)
+        # Not earlier: with its ticket, this run would stand in the way of the next by `max_instances`.
+        freed = self._put_off.pop((run.jobstore, run.job_id), set())
         queued = run.policy is not None and run.policy.overlap == "queue"
         if queued and any(event.code != EVENT_JOB_REFUSED for event in events):
-            # Not earlier: with its ticket, this run would stand in the way of the next by `max_instances`.
-            self._node.keeper.look_behind(run.lease)
+            freed.add(run.lease)
+        for lease in freed:
+            self._node.keeper.look_behind(lease)
         self._rest_when_idle()
 
     def _hear(self, event: FenceEvent) -> None:
@@ -728,19 +749,6 @@ def _count(value: object, option: str) -> int:
     if count < 1:
         raise ConfigError(f"{option}={value!r} is not a whole number of at least 1")
     return count
-
-
-def _forget_after_fork(executor: FencedExecutor) -> None:
-    if not hasattr(os, "register_at_fork"):
-        return
-    known = weakref.ref(executor)
-
-    def forget() -> None:
-        alive = known()
-        if alive is not None:
-            alive.forget()
-
-    os.register_at_fork(after_in_child=forget)
 
 
 def _is_process_pool(inner: BaseExecutor) -> bool:

@@ -401,24 +401,26 @@ class Keeper:
             self._unannounced.remove((unanswered, holder))
         with self._wake:
             mine = {hold.grant.holder for hold in [*self._holds, *(item.hold for item in self._unsettled)]}
-        found = list(self.store.held_leases(HeldLeases(expired=True, limit=SWEEP_LIMIT)))
-        for seen in found:
-            if seen.lease is None or seen.lease.holder in mine:
-                continue
+        # Beside as many as are our own, or those could hide all others.
+        found = list(self.store.held_leases(HeldLeases(expired=True, limit=SWEEP_LIMIT + len(mine))))
+        others = [seen for seen in found if seen.lease is not None and seen.lease.holder not in mine]
+        for seen in others:
             change = abandon(seen, self.nonce(), keep_for=in_micros(self.settings.retention))
-            if change is None:
-                continue
-            pending = (change, seen.lease.holder or "")
-            self._unannounced.append(pending)
-            [token] = self.store.swap([change])
-            self._unannounced.remove(pending)
-            if token is not None and change.displaced is not None:
-                self.announce(change.displaced, seen.lease.holder)
+            if change is not None:
+                self._end(change, (seen.lease and seen.lease.holder) or "")
         strangers = [row for row in self._next_in_line() if not self.recover(row)]
         for row in self._long_unknown(strangers):
             self._give_up(row)
         self._recovered()
-        return len(found)
+        return len(others)
+
+    def _end(self, change: Change, holder: str) -> None:
+        """End what others left, and say so; if the answer is lost, the next sweep reads back whether there is anything to say."""
+        self._unannounced.append((change, holder))
+        [token] = self.store.swap([change])
+        self._unannounced.remove((change, holder))
+        if token is not None and change.displaced is not None:
+            self.announce(change.displaced, holder)
 
     def _call_up(self) -> None:
         with self._wake:
@@ -451,8 +453,8 @@ class Keeper:
             seen, self.nonce(), orphan_after=in_micros(self.settings.orphan_after),
             keep_for=in_micros(self.settings.retention),
         )  # fmt: skip
-        if change is not None and self.store.swap([change])[0] is not None and change.displaced is not None:
-            self.announce(change.displaced, row.holder)
+        if change is not None:
+            self._end(change, row.holder or "")
 
     def announce(self, row: Execution, holder: str | None) -> None:
         """Say what became of a run that was ended from outside, and whose it was.

@@ -229,7 +229,8 @@ class Policy:
         delivery: what becomes of a run whose node dies. "at_most_once": it is lost, and announced. "at_least_once":
             another node runs the same execution again.
         max_attempts: with "at_least_once", after how many attempts an execution is lost for good (1 to 1000).
-        retries: how many more attempts a run that raised gets, under the same lease (0 to 1000).
+        retries: how many more attempts a run that raised gets, under the same lease (0 to 1000). All attempts of an
+            execution, take-overs included, number `max_attempts` or `retries + 1` at most, whichever is more.
         retry_delay: how long to wait before them: a duration, or a `Backoff`.
         retry_on: the exception classes worth a retry.
         overlap: what becomes of a slot while an earlier one still runs anywhere. "skip": it is refused. "queue": it is

@@ -10,22 +10,23 @@ from __future__ import annotations
 import asyncio
 import collections
 import inspect
+import itertools
 import logging
 import os
 import pickle
 import random
 import socket
 import threading
-import time
 import traceback
 import uuid
+import weakref
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta, timezone
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 from apscheduler.events import EVENT_JOB_ERROR, EVENT_JOB_EXECUTED, EVENT_JOB_MISSED, JobExecutionEvent
 
@@ -43,6 +44,7 @@ from apscheduler_fence.lease import (
     Key,
     Refusal,
     Seen,
+    broken,
     claim,
     granted,
     is_mine,
@@ -131,6 +133,7 @@ class Node:
         self.prepared = False
         self._broken: ConfigError | None = None
         self._known_functions: set[tuple[str, str]] = set()
+        self.stopping = threading.Event()
         self.forks = getattr(self, "forks", -1) + 1
         self.keeper.forget()
 
@@ -256,6 +259,8 @@ def run_slot(run: Run, run_time: datetime, node: Node) -> Flow:
             if not run.policy.once_per_slot:
                 slot = replace(slot, name=f"{slot.name}~{uuid.uuid4().hex[:12]}")
         won = yield from _claim(run, slot, node)
+    except asyncio.CancelledError as cancelled:
+        return failed(run, run_time, cancelled)
     except Exception as error:  # noqa: BLE001 - a user's slot= function may raise anything
         logger.error('Job "%s" was not run: %s', run.job_id, error)
         return failed(run, run_time, error)
@@ -270,8 +275,8 @@ class _Claim:
     """A claim under way.
 
     `sent` is the moment of the last swap, `first_sent` that of the first, from which trust counts if the nonce turns up
-    in the row: whatever the answers said, one of them was applied. `displaced` is the run that the last swap ended if it
-    was applied.
+    in the row: whatever the answers said, one of them was applied. `ending` is the last swap that ends a run of another
+    holder, while it is not known whether it was applied.
     """
 
     run: Run
@@ -280,7 +285,7 @@ class _Claim:
     node: Node
     sent: Instant | None = None
     first_sent: Instant | None = None
-    displaced: Execution | None = None
+    ending: Change | None = None
     displaced_holder: str | None = None
 
     def hold(self, token: int, attempt: int, since: Instant) -> Hold:
@@ -292,9 +297,9 @@ class _Claim:
         )  # fmt: skip
 
     def announce_displaced(self) -> None:
-        if self.displaced is not None:
-            self.node.keeper.announce(self.displaced, self.displaced_holder)
-            self.displaced = None
+        ending, self.ending = self.ending, None
+        if ending is not None and ending.displaced is not None:
+            self.node.keeper.announce(ending.displaced, self.displaced_holder)
 
 
 def _claim(run: Run, slot: Slot, node: Node) -> Generator[Step, Any, Hold | Refusal]:
@@ -328,9 +333,10 @@ def _try_claim(attempt: _Claim) -> Generator[Step, Any, Hold | Refusal | None]:
     ask, node = attempt.ask, attempt.node
     if not node.prepared:
         yield Work(node.prepare)
+    if attempt.ending is not None:
+        yield from _read_back_ending(attempt)
     seen: Seen = yield Read(ask.key)
     if attempt.first_sent is not None and is_mine(seen, ask.nonce) and seen.lease and seen.execution:
-        attempt.announce_displaced()
         return attempt.hold(seen.lease.token, seen.execution.attempt, attempt.first_sent)
     decision = claim(seen, ask)
     if isinstance(decision, Refusal):
@@ -340,7 +346,7 @@ def _try_claim(attempt: _Claim) -> Generator[Step, Any, Hold | Refusal | None]:
         node.warn_of_namesake(attempt.run, seen.lease.func)
     if decision.enqueues and (yield from _is_full(attempt)):
         return Refusal("full", seen.lease.holder if seen.lease is not None else None)
-    attempt.displaced = decision.displaced
+    attempt.ending = decision if decision.displaced is not None else None
     attempt.displaced_holder = seen.lease.holder if seen.lease is not None else None
     attempt.sent = node.clock()
     attempt.first_sent = attempt.first_sent or attempt.sent
@@ -354,6 +360,17 @@ def _try_claim(attempt: _Claim) -> Generator[Step, Any, Hold | Refusal | None]:
         return None
     begun = decision.executions[-1]
     return attempt.hold(token, begun.row.attempt if isinstance(begun, Insert) else begun.attempt, attempt.sent)
+
+
+def _read_back_ending(attempt: _Claim) -> Generator[Step, Any, None]:
+    """Whether a swap that ends another's run was applied: its answer was lost, or it matched nothing the second time."""
+    ending = attempt.ending
+    lost = ending.displaced if ending is not None else None
+    if ending is not None and lost is not None:
+        seen: Seen = yield Read(Key(lost.lease, lost.job, lost.slot))
+        if broken(seen, ending):
+            attempt.announce_displaced()
+    attempt.ending = None
 
 
 def _is_full(attempt: _Claim) -> Generator[Step, Any, bool]:
@@ -413,14 +430,26 @@ def _run_held(run: Run, run_time: datetime, hold: Hold, node: Node) -> Flow:
         yield from _settle(hold, settle(hold.grant, "cancelled", "the lease ran out before the job was entered"), node)
         return failed(run, run_time, late)
     node.keeper.hold(hold)
+    try:
+        return (yield from _run_to_end(run, run_time, hold, node))
+    except BaseException as error:
+        # Whatever went wrong, on our side too: a lease that nobody will give back must not be renewed for ever.
+        if not hold.ended:
+            hold.ended = True
+            state: FinalState = "failed" if isinstance(error, Exception) else "cancelled"
+            node.keeper.settle_later(hold, settle(hold.grant, state, type(error).__qualname__))
+        raise
+
+
+def _run_to_end(run: Run, run_time: datetime, hold: Hold, node: Node) -> Flow:
     if hold.grant.attempt > 1:
         node.emit(lease_event(EVENT_JOB_RECOVERED, hold))
     forks = node.forks
-    while True:
+    for retries in itertools.count():
         outcome = yield from _attempt(run, hold)
         if node.forks != forks:  # the job forked, and this is the child: what is held here is the parent's
             return ended(run, run_time, outcome)
-        wait = _wait_before_retry(hold, outcome)
+        wait = _wait_before_retry(hold, outcome, retries)
         if wait is None:
             break
         logger.warning(
@@ -435,6 +464,7 @@ def _run_held(run: Run, run_time: datetime, hold: Hold, node: Node) -> Flow:
             yield from _settle(hold, settle(hold.grant, "cancelled", describe_error(outcome)), node)
             return ended(run, run_time, outcome)
         except GeneratorExit:
+            hold.ended = True
             node.keeper.settle_later(hold, settle(hold.grant, "cancelled", describe_error(outcome)))
             raise
     state: FinalState = "succeeded" if outcome.error is None else "cancelled" if outcome.cancelled else "failed"
@@ -462,10 +492,12 @@ def _attempt(run: Run, hold: Hold) -> Generator[Step, Any, Outcome]:
     return outcome
 
 
-def _wait_before_retry(hold: Hold, outcome: Outcome) -> float | None:
-    """Seconds until the next attempt of a run that ended like this; None if there is to be none."""
+def _wait_before_retry(hold: Hold, outcome: Outcome, retries: int) -> float | None:
+    """Seconds until the next attempt of a run that ended like this after so many retries here; None if there is none."""
     policy, error = hold.policy, outcome.error
-    if error is None or outcome.cancelled or hold.lost or hold.settling or hold.grant.attempt > policy.retries:
+    if error is None or outcome.cancelled or hold.lost or hold.settling:
+        return None
+    if retries >= policy.retries or hold.grant.attempt >= hold.grant.max_attempts:
         return None
     if isinstance(error, Retry):
         try:
@@ -475,7 +507,7 @@ def _wait_before_retry(hold: Hold, outcome: Outcome) -> float | None:
             logger.error("Run of %s: %s; it waits as retry_delay says", hold.execution_id, wrong)
     elif not isinstance(error, policy.retry_on):
         return None
-    return policy.retry_delay.wait(hold.grant.attempt, random.random())  # noqa: S311
+    return policy.retry_delay.wait(retries + 1, random.random())  # noqa: S311
 
 
 def _regrant(hold: Hold, outcome: Outcome, node: Node) -> Generator[Step, Any, bool]:
@@ -574,7 +606,11 @@ def describe_error(outcome: Outcome) -> str | None:
     """The tail of the traceback, then type and message: bounded."""
     if outcome.error is None:
         return None
-    line = "".join(traceback.format_exception_only(type(outcome.error), outcome.error)).strip()[: ERROR_LIMIT // 2]
+    try:
+        line = "".join(traceback.format_exception_only(type(outcome.error), outcome.error)).strip()
+    except Exception:  # noqa: BLE001 - an exception that cannot even be formatted must not hide that it was raised
+        line = type(outcome.error).__qualname__
+    line = line[: ERROR_LIMIT // 2]
     return outcome.traceback[-(ERROR_LIMIT - len(line)) :] + line
 
 
@@ -680,17 +716,19 @@ def advance(
             raise
 
 
-def drive(flow: Flow, store: Store) -> Event | None:
-    """Run a flow on this thread to its end."""
+def drive(flow: Flow, node: Node) -> Event | None:
+    """Run a flow on this thread to its end; a node that stops ends its waits, and so what is waiting."""
     reply: Any = None
+    error: BaseException | None = None
     while True:
-        step = advance(flow, store, reply)
+        step = advance(flow, node.store, reply, error)
+        reply, error = None, None
         if isinstance(step, Call):
             reply = call(step)
         elif isinstance(step, Sleep):
-            reply = None
             try:
-                time.sleep(step.seconds)
+                if node.stopping.wait(step.seconds):
+                    error = asyncio.CancelledError("the scheduler has been shut down")
             except BaseException:  # a greenlet is killed
                 flow.close()
                 raise
@@ -704,7 +742,7 @@ def run_here(run: Run, node: Node) -> list[Event]:
         wrong = never_awaited(run.function)
         logger.error('Job "%s" was not run: %s', run.job_id, wrong)
         return [failed(run, run_time, wrong) for run_time in run.run_times]
-    events = [drive(run_slot(run, run_time, node), node.store) for run_time in run.run_times]
+    events = [drive(run_slot(run, run_time, node), node) for run_time in run.run_times]
     return [event for event in events if event is not None]
 
 
@@ -887,6 +925,28 @@ def _give_back(flow: Flow, future: Future[Any], store: Store) -> None:
         flow.close()
 
 
+# --- forks ------------------------------------------------------------------------------------------------------------
+
+
+class _Forgets(Protocol):
+    def forget(self) -> None: ...
+
+
+def forget_after_fork(*owners: _Forgets) -> None:
+    """Have these forget what they hold in every child that this process forks, for as long as they live."""
+    if not hasattr(os, "register_at_fork"):
+        return
+    known = [weakref.ref(owner) for owner in owners]
+
+    def forget() -> None:
+        for owner in known:
+            alive = owner()
+            if alive is not None:
+                alive.forget()
+
+    os.register_at_fork(after_in_child=forget)
+
+
 # --- the other side of a process pool ---------------------------------------------------------------------------------
 
 _nodes: dict[StoreDescription, tuple[int, Node]] = {}
@@ -911,6 +971,7 @@ def _node_here(description: StoreDescription, terms: Terms) -> Node:
         terms = replace(terms, keeper=replace(terms.keeper, housekeeping=False))
         node = Node(open_described(description), terms, _heard.append)
         _nodes[description] = (os.getpid(), node)
+        forget_after_fork(node, node.store)
         node.keeper.start("pool")
     return node
 

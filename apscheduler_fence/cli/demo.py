@@ -21,7 +21,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from apscheduler_fence.cli.demo_node import JOB, LOCK_AT_MOST, SWEEP, WORK, Orders
+from apscheduler_fence.cli.demo_node import JOB, LOCK_AT_MOST, SWEEP, WORK, Orders, Schedule
 from apscheduler_fence.errors import FenceError
 from apscheduler_fence.slots import format_time, job_name
 from apscheduler_fence.stores import open_store
@@ -62,10 +62,10 @@ class DemoNode:
         for line in self.process.stdout:
             reports.put((self.name, json.loads(line)))
 
-    def order(self, orders: Orders) -> None:
-        """Tell the node what to run."""
+    def tell(self, what: Orders | Schedule) -> None:
+        """Tell the node where and when to run."""
         assert self.process.stdin is not None  # noqa: S101 - as above
-        self.process.stdin.write(json.dumps(asdict(orders)) + "\n")
+        self.process.stdin.write(json.dumps(asdict(what)) + "\n")
         self.process.stdin.flush()
 
     def stop(self) -> None:
@@ -173,14 +173,15 @@ class Demo:
                 self.console.print(f"warning: {warning}")
             for number in range(self.count):
                 name = f"node-{number + 1}"
-                self.nodes[name] = DemoNode(name, number * LATER_BY, self.reports)
+                node = self.nodes[name] = DemoNode(name, number * LATER_BY, self.reports)
+                node.tell(Orders(self.url, self.namespace, node.late))
             for _ in self.nodes:
                 self.reports.get(timeout=60)
             begin = int(time.time()) + 2
             expected = [format_time((begin + number) * 1_000_000) for number in range(self.seconds)]
             self._introduce(begin)
             for node in self.nodes.values():
-                node.order(Orders(self.url, self.namespace, begin, self.seconds, node.late))
+                node.tell(Schedule(begin, self.seconds))
             self._listen(begin, expected)
             rows = list(self._settled_rows())
         finally:

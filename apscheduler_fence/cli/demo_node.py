@@ -28,13 +28,19 @@ WORK = 0.15
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """What a node is told: its store, when its job begins and how many slots there are, how late its clock runs."""
+    """What a node is told first: its store, and how late its clock runs."""
 
     store: str
     namespace: str
+    late: float
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """What it is told once all nodes have started: when the job begins, and how many slots there are."""
+
     begin: float
     slots: int
-    late: float
 
 
 def report(what: str, **more: Any) -> None:
@@ -79,9 +85,7 @@ def heard(event: FenceEvent | JobExecutionEvent) -> None:
 def main() -> None:
     """Wait for orders on standard input, then run until it is closed."""
     logging.getLogger("apscheduler_fence").setLevel(logging.CRITICAL)  # the demo tells it from the events
-    report("ready")
     orders = Orders(**json.loads(sys.stdin.readline()))
-    begin = datetime.fromtimestamp(orders.begin, timezone.utc)
     scheduler = BackgroundScheduler(
         timezone=timezone.utc,
         executors={
@@ -92,12 +96,15 @@ def main() -> None:
         },
     )  # fmt: skip
     scheduler.add_listener(heard, EVENT_JOB_REFUSED | EVENT_JOB_LOST | EVENT_JOB_ERROR)
-    end = begin + timedelta(seconds=orders.slots - 1)
+    scheduler.start()
+    report("ready")
+    schedule = Schedule(**json.loads(sys.stdin.readline()))
+    begin = datetime.fromtimestamp(schedule.begin, timezone.utc)
+    end = begin + timedelta(seconds=schedule.slots - 1)
     scheduler.add_job(
         settle, CronTrigger(second="*", start_date=begin, end_date=end, timezone=timezone.utc),
         id=JOB, max_instances=10, misfire_grace_time=None, coalesce=False,
     )  # fmt: skip
-    scheduler.start()
     sys.stdin.read()
     scheduler.shutdown()
 

@@ -18,7 +18,7 @@ from apscheduler_fence.stores.base import Executions
 SCRIPT = Path(__file__).with_name("scheduler_node.py")
 JOBS = ("cron", "interval")
 KINDS = ["background"] * 8 + ["asyncio"] * 4
-SLOTS = int(os.environ.get("FENCE_CLUSTER_SLOTS", "8"))
+SLOTS = int(os.environ.get("FENCE_CLUSTER_SLOTS", "6"))
 """Slots of each job. 60 is the full experiment."""
 
 
@@ -33,7 +33,7 @@ def test_twelve_processes_run_each_slot_of_each_job_exactly_once(store_url, tmp_
         ]
         for node in nodes:
             node.receive(timeout=60, ready=True)
-        begin = int(time.time()) + 4
+        begin = int(time.time()) + 6
         _write_at_once(tmp_path / "go", json.dumps([begin, SLOTS]))
         for node in nodes:
             assert node.wait(timeout=SLOTS + 40) == 0, node.stderr

@@ -70,11 +70,15 @@ def queued(*, fence: Fence) -> None:
 
 
 def heard(event: object) -> None:
-    message = {
-        "event": event.code, "run": getattr(event, "execution_id", None), "job": event.job_id,
-        "error": repr(getattr(event, "exception", None)), "attempt": getattr(event, "attempt", None),
-    }  # fmt: skip
-    print(json.dumps(message), flush=True)  # noqa: T201 - standard output is the channel
+    say(
+        event=event.code, run=getattr(event, "execution_id", None), job=event.job_id,
+        error=repr(getattr(event, "exception", None)), attempt=getattr(event, "attempt", None),
+    )  # fmt: skip
+
+
+def say(**message: object) -> None:
+    sys.stdout.write(json.dumps(message) + "\n")  # in one piece: print() would let another thread in before the newline
+    sys.stdout.flush()
 
 
 def main(store: str, begin: float, slots: int) -> None:
@@ -90,7 +94,7 @@ def main(store: str, begin: float, slots: int) -> None:
             job, "interval", id=job.__name__, coalesce=False, misfire_grace_time=None, max_instances=5, **times
         )
     scheduler.start()
-    print(json.dumps({"ready": True}), flush=True)  # noqa: T201 - as above
+    say(ready=True)
     while not (FOLDER / "stop").exists():
         time.sleep(0.05)
     scheduler.shutdown()

@@ -15,7 +15,8 @@ from apscheduler_fence import EVENT_FENCE_ALL, Fence, fenced
 
 
 def say(**message: object) -> None:
-    print(json.dumps(message), flush=True)  # noqa: T201 - standard output is the channel
+    sys.stdout.write(json.dumps(message) + "\n")  # in one piece: print() would let another thread in before the newline
+    sys.stdout.flush()
 
 
 @fenced(lock_at_most="0.6s")

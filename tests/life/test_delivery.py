@@ -14,6 +14,7 @@ from claims import HOUR
 from dead import leave
 from loops import node_on, shut_down, until
 from servers import Node
+from trouble import TroubledStore
 from waiting import eventually, never
 from watched import moment
 
@@ -182,13 +183,14 @@ def test_a_take_over_respects_max_instances(start, store):
         if fence.attempt == 1:
             go_on.wait(10)
 
-    node, left, at = start(**SWEEP), moment(-10), moment()
+    node, left, at = start(sweep="2s"), moment(-10), moment()
     node.run(job, at=at, max_instances=1)
     eventually(lambda: order)
     leave(store, left, lease=f"job/{left:%Y-%m-%dT%H:%M:%S}", lasts=1000)
-    never(lambda: len(order) > 1, during=0.6)
+    eventually(lambda: node.executor._put_off)
+    never(lambda: len(order) > 1, during=0.2)
     go_on.set()
-    eventually(lambda: order == [1, 2])
+    eventually(lambda: order == [1, 2], within=1)  # with the end of that run, not with the next sweep
 
 
 def test_a_take_over_runs_the_job_as_it_was_modified(start, store):
@@ -252,6 +254,18 @@ def test_a_node_that_comes_up_late_does_not_give_up_what_it_has_not_been_told_of
     now[0] += 1800
     keeper.step()
     assert [row.state for row in shared.executions(Executions())] == ["lost"]
+
+
+def test_giving_up_an_execution_is_announced_though_the_answer_was_lost(start, url, store, rows):
+    """The next sweep reads back that it was this node's doing."""
+    troubled = TroubledStore(open_store(url))
+    leave(store, moment(), job="gone", lasts=1000)
+    node = start(troubled, orphan_after="1s", lock_at_most="0.2s", **SWEEP)
+    eventually(lambda: rows()[0].state == "waiting")
+    time.sleep(0.3)
+    troubled.losing["swap"] = 1
+    node.heard.one(EVENT_JOB_LOST)
+    assert rows()[0].state == "lost"
 
 
 # --- an operator ------------------------------------------------------------------------------------------------------

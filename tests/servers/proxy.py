@@ -155,8 +155,8 @@ class Proxy:
         link.pumps = [threading.Thread(target=self._pump, args=(link, asks), daemon=True) for asks in (True, False)]
         with self._lock:
             self._links.add(link)
-        for pump in link.pumps:
-            pump.start()
+            for pump in link.pumps:  # within the lock: who cuts this link waits for its pumps
+                pump.start()
 
     def _pump(self, link: _Link, asks: bool) -> None:
         source, sink = (link.client, link.target) if asks else (link.target, link.client)

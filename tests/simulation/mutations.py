@@ -76,8 +76,8 @@ MUTATIONS = (
              "begun.attempt, attempt.sent)", "begun.attempt, node.clock())"),
     Mutation("trust is counted from the read-back", runner._try_claim,
              "seen.execution.attempt, attempt.first_sent)", "seen.execution.attempt, node.clock())"),
-    Mutation("a run that was displaced without an answer is not announced", runner._try_claim,
-             "attempt.announce_displaced()\n        return attempt.hold(seen", "return attempt.hold(seen"),
+    Mutation("a run that was displaced without an answer is not announced", runner._read_back_ending,
+             "if broken(seen, ending):", "if False:"),
     Mutation("a job is entered although its lease ran out on the way", runner._run_held, "if hold.remaining() <= 0:", "if False:", ("network", "pause")),
     Mutation("a store that does not answer is waited for without end", runner._claim,
              "if elapsed(started, node.clock()) >= node.terms.store_patience:", "if False:", ("outage",)),
@@ -92,10 +92,10 @@ MUTATIONS = (
     Mutation("leases are not renewed", keeper._renewable, "policy = hold.policy", "return False"),
     Mutation("a lease that came while the keeper was at work waits for the next round", _Keeper._run,
              "if not self._nudged and", "if", ()),
-    Mutation("every sweeper announces the loss", _Keeper._sweep,
+    Mutation("every sweeper announces the loss", _Keeper._end,
              "if token is not None and change.displaced is not None:", "if change.displaced is not None:", ("crash", "pause")),
     Mutation("nobody takes what waits", _Keeper._sweep, "self._next_in_line()", "[]"),
-    Mutation("nobody sweeps", _Keeper._sweep, "list(self.store.held_leases(HeldLeases(expired=True, limit=SWEEP_LIMIT)))",
+    Mutation("nobody sweeps", _Keeper._sweep, "list(self.store.held_leases(HeldLeases(expired=True, limit=SWEEP_LIMIT + len(mine))))",
              "[]", ("crash",)),
 )  # fmt: skip
 
