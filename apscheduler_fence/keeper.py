@@ -111,7 +111,8 @@ class Settings:
     """Whether to sweep and prune: not in a pool's child, whose words are heard only when it returns from a run."""
 
 
-def _knows_none(_: Execution) -> bool:
+def knows_none(_: Execution) -> bool:
+    """The `recover` of a node that takes nothing over."""
     return False
 
 
@@ -129,7 +130,7 @@ class Keeper:
     prepare: Callable[[], object]
     settings: Settings = field(default_factory=Settings)
     clock: Callable[[], Instant] = instant
-    recover: Callable[[Execution], bool] = _knows_none
+    recover: Callable[[Execution], bool] = knows_none
 
     def __post_init__(self) -> None:
         self.forget()

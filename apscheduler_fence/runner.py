@@ -33,7 +33,7 @@ from apscheduler.events import EVENT_JOB_ERROR, EVENT_JOB_EXECUTED, EVENT_JOB_MI
 from apscheduler_fence.errors import ConfigError, FenceError, LeaseLost, Retry, StoreError
 from apscheduler_fence.events import EVENT_JOB_RECOVERED, EVENT_JOB_REFUSED, JobRefusedEvent, in_time
 from apscheduler_fence.fence import Fence, Hold, bind, entered
-from apscheduler_fence.keeper import Keeper, Settings, lease_event
+from apscheduler_fence.keeper import Keeper, Settings, knows_none, lease_event
 from apscheduler_fence.lease import (
     Ask,
     Change,
@@ -107,10 +107,6 @@ class Terms:
     keeper: Settings = field(default_factory=Settings)
 
 
-def _knows_none(_: Execution) -> bool:
-    return False
-
-
 @dataclass(eq=False)
 class Node:
     """One process's part in the cluster: its store, its keeper, and where its events go."""
@@ -119,7 +115,7 @@ class Node:
     terms: Terms
     emit: Callable[[FenceEvent], None]
     clock: Callable[[], Instant] = instant
-    recover: Callable[[Execution], bool] = _knows_none
+    recover: Callable[[Execution], bool] = knows_none
 
     def __post_init__(self) -> None:
         self.keeper = Keeper(
